@@ -1,0 +1,22 @@
+# Everything from nothing: a virtual environment in .venv, then the job that was asked for.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: test lint clean
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest -n 2
+
+clean:
+	rm -rf .venv build dist
