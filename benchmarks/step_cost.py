@@ -1,0 +1,124 @@
+"""What a step of mirror descent costs, in time and in memory, against the bare optimizer it wraps.
+
+    python benchmarks/step_cost.py [--rounds 15] [--json FILE]
+
+The tensors are the 22 of the paper's CIFAR ResNet-18 (11.2 million weights). Each round times, one after the other, ten
+steps of the bare Adam(foreach=True) and ten of every method around the same Adam; what is printed is the median over the
+rounds of the ratio within a round, so that a noisy machine slows both sides alike. The memory added is counted from the
+tensors that the optimizers hold, and the growth from the resident tensors before and after the timed steps.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+import mirrorquant as mq
+
+CHANNELS = [64, 64, 128, 256, 512]
+
+
+def resnet18_shapes() -> list[tuple[int, ...]]:
+    """The learnable tensors of ResNet-18 for 10 classes, batch norm without scale and shift."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 3, 3)]
+    for before, width in zip(CHANNELS, CHANNELS[1:], strict=False):
+        shapes += [(width, before, 3, 3)] + [(width, width, 3, 3)] * 3
+        shapes += [(width, before, 1, 1)] if width != before else []
+    return [*shapes, (10, 512), (10,)]
+
+
+def weights(device: torch.device) -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(0.1 * torch.randn(shape, device=device)) for shape in resnet18_shapes()]
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    return parameters
+
+
+def optimizer(name: str, device: torch.device) -> torch.optim.Optimizer:
+    base = torch.optim.Adam(weights(device), lr=1e-3, foreach=True)
+    if name == "bare":
+        return base
+    anneal = mq.anneal.linear(1e-4, start=0.0) if name == "pq" else mq.anneal.geometric(1.02, every=200)
+    return mq.MirrorDescent(base, method=name, anneal=anneal)
+
+
+def tensors_held(opt: torch.optim.Optimizer) -> int:
+    """Bytes of optimizer state: the base optimizer's moments, and the latents."""
+    base = opt.base if isinstance(opt, mq.MirrorDescent) else opt
+    held = [v for state in base.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    held += [state["latent"] for state in opt.state.values() if "latent" in state]
+    return sum(t.numel() * t.element_size() for t in held)
+
+
+def resident() -> int:
+    """Bytes of all tensors alive."""
+    gc.collect()
+    return sum(o.numel() * o.element_size() for o in gc.get_objects() if type(o) is torch.Tensor)
+
+
+def measure(opt: torch.optim.Optimizer, steps: int, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        opt.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / steps
+
+
+def compare(device: torch.device, rounds: int, steps: int) -> list[dict[str, object]]:
+    names = ["bare", *mq.methods.list()]
+    times: dict[str, list[float]] = {name: [] for name in names}
+    rows = {}
+    for name in names:
+        # One method at a time beside the bare optimizer: all at once would not fit a laptop's cache or memory.
+        bare, opt = optimizer("bare", device), optimizer(name, device)
+        measure(bare, 2, device), measure(opt, 2, device)
+        before = resident()
+        for _ in range(rounds):
+            reference = measure(bare, steps, device)
+            own = measure(opt, steps, device)
+            times[name].append(own / reference)
+        rows[name] = {
+            "method": name,
+            "step_ms": 1e3 * own,
+            "times_bare": statistics.median(times[name]),
+            "state_mb": tensors_held(opt) / 2**20,
+            "added_by_us_mb": sum(s["latent"].numel() * 4 for s in opt.state.values() if "latent" in s) / 2**20,
+            "growth_mb": (resident() - before) / 2**20,
+        }
+    return list(rows.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    report = []
+    for kind in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
+        device = torch.device(kind)
+        rows = compare(device, arguments.rounds, arguments.steps)
+        chip = torch.cuda.get_device_name() if kind == "cuda" else platform.processor() or platform.machine()
+        print(f"\n{kind}: {chip}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+        print(f"{'method':14}{'ms a step':>11}{'x bare Adam':>13}{'state MiB':>11}{'latent MiB':>12}{'growth MiB':>12}")
+        for row in rows:
+            print(
+                f"{row['method']:14}{row['step_ms']:11.1f}{row['times_bare']:13.2f}"
+                f"{row['state_mb']:11.1f}{row['added_by_us_mb']:12.1f}{row['growth_mb']:12.1f}"
+            )
+        report.append({"device": kind, "chip": chip, "torch": torch.__version__, "rows": rows})
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""mirrorquant: neural networks whose weights take only a few values, trained by mirror descent.
+
+Implements "Mirror Descent View for Neural Network Quantization" (Ajanthan, Gupta, Torr, Hartley, Dokania; AISTATS 2021)
+for any PyTorch model: wrap an optimizer in ``MirrorDescent``, train as usual, ``finalize()``.
+"""
+
+from mirrorquant import anneal, methods, mirrors, theory
+from mirrorquant._version import __version__
+from mirrorquant.levels import BINARY, TERNARY, Levels
+from mirrorquant.methods import Method
+from mirrorquant.mirrors import Mirror, mirror_from
+from mirrorquant.optimizer import MirrorDescent
+from mirrorquant.select import split
+
+__all__ = [
+    "BINARY",
+    "TERNARY",
+    "Levels",
+    "Method",
+    "Mirror",
+    "MirrorDescent",
+    "__version__",
+    "anneal",
+    "methods",
+    "mirror_from",
+    "mirrors",
+    "split",
+    "theory",
+]

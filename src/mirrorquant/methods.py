@@ -1,0 +1,328 @@
+"""Methods: the paper's algorithms and the baselines it compares with, each a few lines of hooks.
+
+Quantization methods "mainly differ in the constraint set, the projection used, and how backpropagation through the
+projection is performed": so that is all that a method says. A latent tensor x̃ is moved by a plain optimizer by −D; the
+model's weight is its image. One step k, with β_k the annealing hyperparameter:
+
+    latent.grad = pull_back(dL/dw, latent, β)        # default: the gradient itself, which is mirror descent
+    latent      = latent − step_scale(β) · D         # the base optimizer; step_scale is 1, and β in the primal forms
+    latent      = settle(latent, β, lr)              # default: unchanged
+    weight      = project(latent, β_{k+1})
+
+A method of one's own is a subclass, usable as an object, or by its name once it is defined:
+
+>>> import mirrorquant as mq
+>>> class Clip(mq.Method):
+...     '''BinaryRelax-like: projects by clipping.'''
+...     name = "clip"
+...     def project(self, latent, beta):
+...         return (beta * latent).clamp(self.levels[0], self.levels[-1])
+>>> mq.methods.get("clip", mq.BINARY)
+Clip(levels=Levels(-1.0, 1.0))
+
+A projection of one's own needs no method at all:
+
+>>> arctan = mq.mirror_from(lambda x: 2 / torch.pi * torch.atan(x), (-1, 1))
+>>> method = mq.methods.MD(mirror=arctan)
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mirrorquant.levels import BINARY, Levels
+from mirrorquant.mirrors import Beta, Mirror, ShiftedTanh, Softmax, Tanh
+
+__all__ = ["BC", "MD", "PMF", "PQ", "REF", "GDTanh", "MDSoftmax", "MDSoftmaxS", "MDTanh", "MDTanhS", "Method"]
+__all__ += ["PMFAuthors", "get", "list"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """What distinguishes one quantization method from another; see the module's docstring for a step's anatomy."""
+
+    levels: Levels = BINARY
+    name: ClassVar[str] = ""
+    lowest_beta: ClassVar[float] = 1.0
+    registry: ClassVar[dict[str, type[Method]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        if cls.__dict__.get("name"):
+            Method.registry[cls.name] = cls
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "levels", Levels.of(self.levels))
+
+    def lift(self, weight: Tensor) -> Tensor:
+        """The latent that a model's initial weight starts from."""
+        return weight
+
+    def project(self, latent: Tensor, beta: Beta) -> Tensor:
+        """The weight that the network sees."""
+        raise NotImplementedError(f"{type(self).__name__} must define project(latent, beta)")
+
+    def pull_back(self, grad: Tensor, latent: Tensor, beta: Beta) -> Tensor:
+        """The latent's gradient from the weight's; as it is, in mirror descent (the straight-through estimator)."""
+        return grad
+
+    def step_scale(self, beta: Beta) -> Beta:
+        """What the base optimizer's step D is multiplied with."""
+        return 1.0
+
+    def settle(self, latent: Tensor, beta: Beta, lr: Beta) -> Tensor:
+        """The latent after the base optimizer moved it."""
+        return latent
+
+    def round(self, latent: Tensor, beta: Beta) -> Tensor:
+        """The quantized weight: the level nearest to the weight."""
+        return self.levels.nearest(self.project(latent, beta))
+
+
+class REF(Method):
+    """Floating-point reference: nothing is quantized."""
+
+    name = "ref"
+    lowest_beta = 0.0
+
+    def project(self, latent: Tensor, beta: Beta) -> Tensor:
+        """The weight itself."""
+        return latent
+
+    def round(self, latent: Tensor, beta: Beta) -> Tensor:
+        """The weight itself: there are no levels."""
+        return latent
+
+
+class BC(Method):
+    """BinaryConnect: sign(w̃) forward, straight-through gradient where w̃ is in the hull."""
+
+    name = "bc"
+    lowest_beta = 0.0
+
+    def project(self, latent: Tensor, beta: Beta) -> Tensor:
+        """The nearest level: sign(w̃) for {−1, 1}."""
+        return self.levels.nearest(latent)
+
+    def pull_back(self, grad: Tensor, latent: Tensor, beta: Beta) -> Tensor:
+        """dL/dw where q_min ≤ w̃ ≤ q_max, else 0."""
+        return torch.where((latent >= self.levels[0]) & (latent <= self.levels[-1]), grad, 0.0)
+
+
+class PQ(Method):
+    """ProxQuant: a proximal step towards the levels after each gradient step; β is its λ."""
+
+    name = "pq"
+    lowest_beta = 0.0
+
+    def project(self, latent: Tensor, beta: Beta) -> Tensor:
+        """The weight itself: ProxQuant stays in the primal space."""
+        return latent
+
+    def settle(self, latent: Tensor, beta: Beta, lr: Beta) -> Tensor:
+        """The proximal map of strength r = lr·λ, then a clip to the hull.
+
+        Two levels, W-shaped |w − T(w)| regularizer, T(w) the nearest level: w moves towards T(w) by at most r.
+        More levels, its square: (w + r T(w)) / (1 + r).
+        """
+        strength, target = lr * beta, self.levels.nearest(latent)
+        if len(self.levels) == 2:
+            distance = latent - target
+            latent = target + torch.sign(distance) * torch.relu(distance.abs() - strength)
+        else:
+            latent = (latent + strength * target) / (1 + strength)
+        return latent.clamp(self.levels[0], self.levels[-1])
+
+
+@dataclass(frozen=True)
+class MD(Method):
+    """Mirror descent with any mirror, in the numerically stable form (eq:mdhybridgd)."""
+
+    mirror: Mirror = field(default_factory=Tanh)
+
+    def project(self, latent: Tensor, beta: Beta) -> Tensor:
+        """w = P_β(w̃)."""
+        return self.mirror.project(latent, beta)
+
+
+@dataclass(frozen=True)
+class MDTanhS(MD):
+    """Mirror descent, (shifted) tanh projection, stable form (Algorithm 2)."""
+
+    name = "md-tanh-s"
+    mirror: Mirror = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "mirror", Tanh() if self.levels == BINARY else ShiftedTanh(self.levels))
+
+    def round(self, latent: Tensor, beta: Beta) -> Tensor:
+        """The level nearest to w̃, where annealing leads: sign(w̃) for {−1, 1}."""
+        return self.levels.nearest(latent)
+
+
+class GDTanh(MDTanhS):
+    """Gradient descent through the (shifted) tanh projection."""
+
+    name = "gd-tanh"
+
+    def pull_back(self, grad: Tensor, latent: Tensor, beta: Beta) -> Tensor:
+        """dL/dw · P_β'(w̃), which is β (1 − w²) for tanh."""
+        return grad * self.mirror.derivative(latent, beta)
+
+
+class MDTanh(MDTanhS):
+    """Mirror descent, tanh projection, primal form (Algorithm 1); two levels.
+
+    The primal point w is kept as its dual coordinate v = P_1⁻¹(w), in which the closed form of tab:eg_projns is
+    v − β D: it neither sticks at ±1 nor overflows. Unlike the stable form, it accumulates Σ β_k D_k.
+    """
+
+    name = "md-tanh"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.levels) != 2:
+            raise ValueError(
+                f"md-tanh has a closed form for two levels only, not for {self.levels}: "
+                "use md-tanh-s (any levels), or md-softmax (primal, any levels)"
+            )
+
+    def project(self, latent: Tensor, beta: Beta) -> Tensor:
+        """w = P_1(v): β is in v already."""
+        return self.mirror.project(latent, 1.0)
+
+    def step_scale(self, beta: Beta) -> Beta:
+        """v − β D."""
+        return beta
+
+    def settle(self, latent: Tensor, beta: Beta, lr: Beta) -> Tensor:
+        """v bounded where w is one rounding unit from its level."""
+        bound = self.levels.radius * dual_bound(latent.dtype)
+        return latent.clamp(self.levels.centre - bound, self.levels.centre + bound)
+
+
+def dual_bound(dtype: torch.dtype) -> float:
+    """atanh of the largest number below 1: the dual coordinate of a tanh that is one rounding unit from saturation."""
+    return math.atanh(1 - torch.finfo(dtype).eps / 2)
+
+
+@dataclass(frozen=True)
+class MDSoftmaxS(MD):
+    """Mirror descent, softmax projection in the lifted space, stable form."""
+
+    name = "md-softmax-s"
+    mirror: Mirror = field(init=False, repr=False, default_factory=Softmax)
+
+    def lift(self, weight: Tensor) -> Tensor:
+        """ũ_λ = (q_λ w − q_λ²/2) / r², largest for the level nearest to w; d numbers a weight, along dimension 0.
+
+        Levels are measured from their centre in units of their radius r, so that two levels start, like tanh, at
+        (ũ_2 − ũ_1)/2 = w̃.
+        """
+        w = (weight - self.levels.centre) / self.levels.radius
+        q = [(level - self.levels.centre) / self.levels.radius for level in self.levels]
+        return torch.stack([level * w - level**2 / 2 for level in q])
+
+    def project(self, latent: Tensor, beta: Beta) -> Tensor:
+        """w = q · softmax(β ũ)."""
+        return self.collapse(self.mirror.project(latent, beta))
+
+    def collapse(self, u: Tensor) -> Tensor:
+        """w = Σ_λ q_λ u_λ: from the lifted space to the parameter space."""
+        weight = self.levels[0] * u[0]
+        for level, probability in zip(self.levels[1:], u[1:], strict=True):
+            weight = weight + level * probability
+        return weight
+
+    def pull_back(self, grad: Tensor, latent: Tensor, beta: Beta) -> Tensor:
+        """dL/du_λ = q_λ dL/dw."""
+        return torch.stack([level * grad for level in self.levels])
+
+    def round(self, latent: Tensor, beta: Beta) -> Tensor:
+        """The most probable level."""
+        best = latent.argmax(0)
+        weight = torch.full_like(latent[0], self.levels[0])
+        for index, level in enumerate(self.levels):
+            weight = torch.where(best == index, level, weight)
+        return weight
+
+
+class PMF(MDSoftmaxS):
+    """Proximal mean-field: gradient descent through the softmax, true Jacobian β (diag(u) − u uᵀ)."""
+
+    name = "pmf"
+
+    def pull_back(self, grad: Tensor, latent: Tensor, beta: Beta) -> Tensor:
+        """dL/dũ_λ = β u_λ (q_λ − w) dL/dw."""
+        u = self.mirror.project(latent, beta)
+        w = self.collapse(u)
+        return torch.stack([beta * u_l * (level - w) * grad for level, u_l in zip(self.levels, u, strict=True)])
+
+
+class PMFAuthors(MDSoftmaxS):
+    """Proximal mean-field as its authors' code computes it, with β (I − u uᵀ)."""
+
+    name = "pmf-authors"
+
+    def pull_back(self, grad: Tensor, latent: Tensor, beta: Beta) -> Tensor:
+        """dL/dũ_λ = β (q_λ − u_λ w) dL/dw."""
+        u = self.mirror.project(latent, beta)
+        w = self.collapse(u)
+        return torch.stack([beta * (level - u_l * w) * grad for level, u_l in zip(self.levels, u, strict=True)])
+
+
+class MDSoftmax(MDSoftmaxS):
+    """Mirror descent, softmax projection, primal form (exponentiated gradient, eq:eda).
+
+    The point u of the simplex is kept as log u, up to the constant that softmax ignores.
+    """
+
+    name = "md-softmax"
+
+    def project(self, latent: Tensor, beta: Beta) -> Tensor:
+        """w = q · u: β is in log u already."""
+        return super().project(latent, 1.0)
+
+    def step_scale(self, beta: Beta) -> Beta:
+        """log u − β D."""
+        return beta
+
+    def settle(self, latent: Tensor, beta: Beta, lr: Beta) -> Tensor:
+        """log u with its maximum at 0, bounded below like the tanh form's dual coordinate."""
+        return (latent - latent.amax(0, keepdim=True)).clamp(min=-2 * dual_bound(latent.dtype))
+
+
+def get(method: str | Method, levels: Iterable[float] | None = None) -> Method:
+    """A method by name, for the given levels (binary unless told); a method object as it is.
+
+    >>> get("md-tanh-s", [-1, 0, 1])
+    MDTanhS(levels=Levels(-1.0, 0.0, 1.0))
+    """
+    if isinstance(method, Method):
+        if levels is not None and Levels.of(levels) != method.levels:
+            raise ValueError(f"{method} brings its own levels, but {Levels.of(levels)} were given too: give one")
+        return method
+    if method not in Method.registry:
+        near = difflib.get_close_matches(str(method), Method.registry, 1)
+        hint = f"did you mean {near[0]!r}?" if near else "known are " + ", ".join(Method.registry)
+        raise ValueError(f"there is no method {method!r}: {hint}")
+    return Method.registry[method](Levels.of(BINARY if levels is None else levels))
+
+
+def list() -> dict[str, str]:
+    """The methods by name, with one line each.
+
+    >>> for name, line in list().items():
+    ...     print(f"{name:13} {line}")
+    ref           Floating-point reference: nothing is quantized.
+    bc            BinaryConnect: sign(w̃) forward, straight-through gradient where w̃ is in the hull.
+    ...
+    """
+    return {name: (cls.__doc__ or "").strip().split("\n")[0] for name, cls in Method.registry.items()}

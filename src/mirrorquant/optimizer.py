@@ -1,0 +1,364 @@
+"""MirrorDescent: quantization by any method, around any torch optimizer.
+
+A quantized weight lives twice: a latent tensor that the base optimizer moves (the dual space), and the model's own
+parameter, its image under the projection (the primal space). The model itself is never touched.
+
+>>> import mirrorquant as mq
+>>> from torch import nn
+>>> model = nn.Linear(4, 2, bias=False)
+>>> opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model), lr=0.1), anneal=mq.anneal.geometric(1.5))
+>>> for _ in range(20):
+...     model(torch.ones(8, 4)).square().mean().backward()
+...     opt.step()
+...     opt.zero_grad()
+>>> with opt.quantized():
+...     model.weight.detach().unique()
+tensor([-1.,  1.])
+>>> opt.finalize()
+
+What the gradient scaler, gradient clipping and learning-rate schedulers look at are the groups of this optimizer: they
+hold the model's parameters. The base optimizer's groups hold the latents; hyperparameters are copied across each step.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import repeat
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mirrorquant import anneal as _anneal
+from mirrorquant import methods
+from mirrorquant.anneal import Schedule
+from mirrorquant.methods import REF, Method
+
+__all__ = ["MirrorDescent"]
+
+Closure = Callable[[], Any]
+_OURS = ("params", "param_names", "method", "anneal", "beta")
+
+
+class Quantized(NamedTuple):
+    """One quantized parameter: its name, the model's weight, its latent, its group."""
+
+    name: str
+    weight: Tensor
+    latent: Tensor
+    group: dict[str, Any]
+
+
+class MirrorDescent(Optimizer):
+    """Trains quantized weights with any torch optimizer.
+
+    Constructing it makes each quantized weight the image of its latent, so that the weights change at once. From then
+    on the latents own the weights: load a pretrained model before, not after.
+
+    Args:
+        base: a fresh torch optimizer over the model's parameters, as in ``torch.optim.Adam(mq.split(model), lr=1e-3)``.
+            A group may carry ``method``, ``levels`` and ``anneal`` of its own; ``method="ref"`` leaves it in float.
+        method: a name from ``mq.methods.list()``, or a ``Method`` object.
+        levels: the quantization levels for methods given by name; binary unless told.
+        anneal: β as a function of the step.
+        check_gradients: refuse a step with NaN or infinite gradients (one read of the gradients; a synchronization
+            on CUDA). Skipped in compiled and captured steps.
+    """
+
+    base: Optimizer
+    steps: int
+    finalized: bool
+
+    def __init__(
+        self,
+        base: Optimizer,
+        method: str | Method = "md-tanh-s",
+        levels: Iterable[float] | None = None,
+        anneal: Schedule = _anneal.geometric(1.02, every=200),  # noqa: B008 (frozen)
+        *,
+        check_gradients: bool = True,
+    ) -> None:
+        if not isinstance(base, Optimizer) or isinstance(base, MirrorDescent):
+            raise TypeError(f"base is a {type(base).__name__}, but it must be a plain torch optimizer")
+        if base.state:
+            raise ValueError(
+                f"the base {type(base).__name__} already has state for {len(base.state)} parameters, which belongs "
+                "to the weights and not to the latents: wrap a fresh optimizer"
+            )
+        methods.get(method, levels)
+        self.base, self.steps, self.finalized = base, 0, False
+        self._check_gradients, self._levels = check_gradients, levels
+        self._constructed = self._inside_quantized = False
+        groups = [dict(group) for group in base.param_groups]
+        kept = base.param_groups[:]
+        base.param_groups.clear()
+        try:
+            super().__init__(groups, {**base.defaults, "method": method, "anneal": anneal})
+            if not isinstance(methods.get(method), REF) and next(self._quantized(), None) is None:
+                raise ValueError(f"method is {method!r}, but no parameter is left to quantize: all groups are 'ref'")
+        except BaseException:
+            base.param_groups[:] = kept
+            raise
+        self._constructed = True
+        self._write("project")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, quantized by its own ``method``, ``levels`` and ``anneal``, or by the optimizer's."""
+        group = dict(param_group)
+        method = group.get("method", self.defaults["method"])
+        by_name = isinstance(method, str)
+        group["method"] = method = methods.get(method, group.pop("levels", self._levels if by_name else None))
+        group["beta"] = _beta(group.get("anneal", self.defaults["anneal"]), method, self.steps)
+        super().add_param_group(group)
+        try:
+            latents = [self._new_latent(p, method) for p in group["params"]]
+            self.base.add_param_group({**{k: v for k, v in group.items() if k not in _OURS}, "params": latents})
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._set_beta(group, group["beta"])
+        for p, latent in zip(group["params"], latents, strict=True):
+            if latent is not p:
+                self.state[p]["latent"] = latent
+        if self._constructed:
+            self._write("project")
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:
+        """One step: pull the gradients back, let the base optimizer move the latents, advance β, project.
+
+        Args:
+            closure: reevaluates the model and returns the loss; it may be called several times (LBFGS does).
+        """
+        if self._inside_quantized:
+            raise RuntimeError("step() was called inside quantized(): leave the context first, then step")
+        betas = self._next_betas()
+        self._copy_hyperparameters()
+        loss = None
+        if closure is None:
+            self._pull_back()
+            self.base.step()
+        else:
+            loss = self.base.step(lambda: self._evaluate(closure))
+        self._settle()
+        self._advance(betas)
+        self._write("project")
+        return loss
+
+    @contextmanager
+    def quantized(self) -> Iterator[None]:
+        """Exact levels inside, soft weights back after, even on an exception."""
+        if self._inside_quantized:
+            yield
+            return
+        self._write("round")
+        self._inside_quantized = True
+        try:
+            yield
+        finally:
+            self._inside_quantized = False
+            self._write("project")
+
+    def finalize(self) -> None:
+        """Rounds for good: each quantized weight is now exactly one of its levels, which is checked.
+
+        Steps after it train what stayed in float, as ProxQuant does at the end.
+        """
+        for q in self._quantized():
+            if not bool(torch.isfinite(q.latent).all()):
+                raise RuntimeError(f"the latent of {q.name} holds NaN or inf: training diverged; nothing was rounded")
+        self._write("round")
+        for q in self._quantized():
+            levels = q.group["method"].levels
+            if not levels.holds(q.weight):
+                raise RuntimeError(f"{type(q.group['method']).__name__}.round left {q.name} off its levels {levels}")
+        self.finalized = True
+
+    @property
+    def beta(self) -> float:
+        """The current β, of the first quantized group."""
+        groups = [group for group in self.param_groups if not isinstance(group["method"], REF)]
+        return float((groups or self.param_groups)[0]["beta"])
+
+    def latent(self, weight: Tensor) -> Tensor:
+        """The latent tensor of a quantized parameter."""
+        latent: Tensor | None = self.state.get(weight, {}).get("latent")
+        if latent is None:
+            raise KeyError(f"the parameter of shape {tuple(weight.shape)} is not quantized by this optimizer")
+        return latent
+
+    # The four parts of a step.
+
+    def _pull_back(self) -> None:
+        """latent.grad = pull_back(weight.grad)."""
+        if self._check_gradients:
+            self._refuse_bad_gradients()
+        for _, weight, latent, group in self._quantized():
+            grad = weight.grad
+            if grad is None or self.finalized:
+                latent.grad = None
+            else:
+                latent.grad = group["method"].pull_back(grad.to(latent.dtype), latent, group["beta"])
+
+    def _settle(self) -> None:
+        """latent = settle(latent)."""
+        for _, _, latent, group in self._quantized():
+            latent.grad = None
+            settled = latent if self.finalized else group["method"].settle(latent, group["beta"], group.get("lr", 1.0))
+            if settled is not latent:
+                latent.copy_(settled)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _advance(self, betas: list[float]) -> None:
+        """β_{k+1} for every group."""
+        self.steps += 1
+        for group, beta in zip(self.param_groups, betas, strict=True):
+            self._set_beta(group, beta)
+
+    @torch.no_grad()
+    def _write(self, image: Literal["project", "round"]) -> None:
+        """weight = image(latent); once finalized, the weights stay."""
+        if not self.finalized:
+            for _, weight, latent, group in self._quantized():
+                weight.copy_(getattr(group["method"], image)(latent, group["beta"]))
+
+    # What they need.
+
+    def _named(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        for index, group in enumerate(self.param_groups):
+            names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
+            yield from zip(names, group["params"], repeat(group), strict=False)
+
+    def _quantized(self) -> Iterator[Quantized]:
+        for name, weight, group in self._named():
+            if "latent" in self.state.get(weight, {}):
+                yield Quantized(name, weight, self.state[weight]["latent"], group)
+
+    def _new_latent(self, weight: Tensor, method: Method) -> Tensor:
+        """A float32 (float64 for float64) tensor of its own, in the weight's layout; the weight itself where float."""
+        if isinstance(method, REF):
+            return weight
+        if not weight.is_floating_point():
+            raise TypeError(f"a parameter is {weight.dtype}, but only floating-point parameters can be quantized")
+        if len(set(method.levels.tensor(weight).tolist())) < len(method.levels):
+            raise ValueError(f"{method.levels} are not distinct in {weight.dtype}: use levels further apart")
+        wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+        return method.lift(wide).clone()
+
+    def _evaluate(self, closure: Closure) -> Any:
+        self._write("project")
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            self._pull_back()
+        return loss
+
+    def _copy_hyperparameters(self) -> None:
+        for ours, theirs in zip(self.param_groups, self.base.param_groups, strict=True):
+            theirs.update({k: v for k, v in ours.items() if k in theirs and k not in _OURS})
+            scale = ours["method"].step_scale(ours["beta"])
+            if "lr" in theirs and (isinstance(scale, Tensor) or scale != 1.0):
+                theirs["lr"] = theirs["lr"] * scale
+
+    def _next_betas(self) -> list[float]:
+        return [_beta(group["anneal"], group["method"], self.steps + 1) for group in self.param_groups]
+
+    def _set_beta(self, group: dict[str, Any], beta: float) -> None:
+        """A float; a tensor beside the weights where the base optimizer is capturable."""
+        if not group.get("capturable") or not group["params"]:
+            group["beta"] = beta
+        elif isinstance(group["beta"], Tensor):
+            group["beta"].fill_(beta)
+        else:
+            group["beta"] = torch.full((), beta, device=group["params"][0].device)
+
+    def _refuse_bad_gradients(self) -> None:
+        if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return
+        grads = [(name, p.grad) for name, p, _ in self._named() if p.grad is not None and not p.grad.is_sparse]
+        sums = [grad.sum().to(grads[0][1].device, torch.float64) for _, grad in grads]
+        if not sums or bool(torch.stack(sums).isfinite().all()):
+            return
+        for name, grad in grads:
+            if not bool(torch.isfinite(grad).all()):
+                raise ValueError(
+                    f"the gradient of {name} holds NaN or inf at step {self.steps}; nothing was changed. Lower the "
+                    "learning rate, clip the gradients, or look for the operation with torch.autograd.detect_anomaly()"
+                )
+
+    # Saving and loading.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Latents, hyperparameters, β, the step count and the base optimizer's state; loads with weights_only."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            method: Method = group.pop("method")
+            del group["anneal"]
+            group.update(method=type(method).__name__, levels=tuple(method.levels), beta=float(group["beta"]))
+        return {**state, "base": self.base.state_dict(), "steps": self.steps, "finalized": self.finalized}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a state of the same methods, levels and shapes; training goes on bit-exactly."""
+        if self._inside_quantized:
+            raise RuntimeError("load_state_dict() was called inside quantized(): leave the context first")
+        self._refuse_other_state(state_dict)
+        latents, ours = self.state, self.param_groups
+        kept = ("method", "anneal", "beta")
+        groups = [
+            {**{k: v for k, v in theirs.items() if k != "levels"}, **{k: mine[k] for k in kept}}
+            for mine, theirs in zip(ours, state_dict["param_groups"], strict=True)
+        ]
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        self.base.load_state_dict(state_dict["base"])
+        self.state = latents
+        with torch.no_grad():
+            for index, weight in enumerate(p for group in ours for p in group["params"]):
+                if "latent" in self.state.get(weight, {}):
+                    self.state[weight]["latent"].copy_(state_dict["state"][index]["latent"])
+        self.steps, self.finalized = state_dict["steps"], False
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            self._set_beta(group, _beta(group["anneal"], group["method"], self.steps))
+            if float(group["beta"]) != saved["beta"] and not isinstance(group["method"], REF):
+                warnings.warn(
+                    f"at step {self.steps} the saved beta was {saved['beta']:g}, but {group['anneal']} gives "
+                    f"{float(group['beta']):g}: training goes on with another schedule",
+                    stacklevel=2,
+                )
+        self._write("round" if state_dict["finalized"] else "project")
+        self.finalized = state_dict["finalized"]
+
+    def _refuse_other_state(self, state_dict: dict[str, Any]) -> None:
+        missing = {"state", "param_groups", "base", "steps", "finalized"} - set(state_dict)
+        if missing:
+            raise ValueError(f"this is no state of MirrorDescent: {', '.join(sorted(missing))} missing")
+        saved = [(g["method"], tuple(g["levels"]), len(g["params"])) for g in state_dict["param_groups"]]
+        here = [(type(g["method"]).__name__, tuple(g["method"].levels), len(g["params"])) for g in self.param_groups]
+        if saved != here:
+            raise ValueError(
+                f"the state was saved with (method, levels, parameters) {saved}, but this optimizer has {here}: "
+                "build it as it was"
+            )
+        for index, weight in enumerate(p for group in self.param_groups for p in group["params"]):
+            mine = getattr(self.state.get(weight, {}).get("latent"), "shape", None)
+            theirs = getattr(state_dict["state"].get(index, {}).get("latent"), "shape", None)
+            if mine != theirs:
+                raise ValueError(
+                    f"the saved latent of parameter {index} has shape {theirs}, but this model needs {mine}"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if not k.startswith("_optimizer_")}
+
+
+def _beta(schedule: Schedule, method: Method, step: int) -> float:
+    beta = float(schedule(step))
+    if not (math.isfinite(beta) and beta >= method.lowest_beta):
+        raise ValueError(
+            f"beta is {beta:g} at step {step}, but {type(method).__name__} needs a finite beta of at least "
+            f"{method.lowest_beta:g}: change {schedule}"
+        )
+    return beta

@@ -1,0 +1,96 @@
+"""Selection: which parameters are quantized, by name pattern and module type.
+
+>>> from torch import nn
+>>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 2))
+>>> floats, quantized = split(model, skip=["3", "*.bias"])
+>>> [name for name, _ in quantized["params"]]
+['0.weight']
+>>> [name for name, _ in floats["params"]]
+['0.bias', '1.weight', '1.bias', '3.weight', '3.bias']
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["NORMS", "split"]
+
+NORMS: tuple[type[nn.Module], ...] = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.LocalResponseNorm,
+    *([nn.RMSNorm] if hasattr(nn, "RMSNorm") else []),
+)
+
+Pattern = str | type[nn.Module]
+
+
+def split(
+    model: nn.Module, *, skip: Sequence[Pattern] = (), only: Sequence[Pattern] = (), norms: bool = False
+) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer: what stays in float (method ``ref``), and what is quantized.
+
+    A pattern is a shell-style glob, matched against a parameter's full name and the path of each module above it, or a
+    module type. ``"fc"`` is the module of that name, ``"*bn*"`` whatever has bn in its path, ``"*.bias"`` all biases,
+    ``nn.Linear`` all linear layers. A tied parameter goes by all of its names.
+
+    Args:
+        model: any module.
+        skip: patterns of what stays in float.
+        only: patterns of what is quantized, where not everything is.
+        norms: whether the scales and shifts of normalization layers are quantized too.
+
+    Returns:
+        One or two groups of named parameters: float first, where there is any. Frozen parameters are in neither.
+    """
+    names = _names(model)
+    if not names:
+        raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient: nothing can be quantized")
+    kept = {p for pattern in skip for p in _matching(model, names, pattern)}
+    chosen = {p for pattern in only for p in _matching(model, names, pattern)} if only else set(names)
+    if not norms:
+        kept |= {p for module in model.modules() if isinstance(module, NORMS) for p in module.parameters(recurse=False)}
+    quantized = [(all_names[0], p) for p, all_names in names.items() if p in chosen - kept]
+    floats = [(all_names[0], p) for p, all_names in names.items() if p not in chosen - kept]
+    if not quantized:
+        raise ValueError(f"skip={_show(skip)} and only={_show(only)} leave none of {len(names)} parameters to quantize")
+    return ([{"params": floats, "method": "ref"}] if floats else []) + [{"params": quantized}]
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Each learnable parameter with all of its names, in the model's order."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _matching(model: nn.Module, names: dict[nn.Parameter, list[str]], pattern: Pattern) -> set[torch.Tensor]:
+    if isinstance(pattern, type):
+        owners = [module for module in model.modules() if isinstance(module, pattern)]
+        found: set[torch.Tensor] = {p for module in owners for p in module.parameters(recurse=False) if p in names}
+    else:
+        found = {p for p, all_names in names.items() if any(_under(name, pattern) for name in all_names)}
+    if not found:
+        every = [name for all_names in names.values() for name in all_names]
+        near = difflib.get_close_matches(str(pattern), every, 3, cutoff=0) if isinstance(pattern, str) else every[:3]
+        raise ValueError(f"the pattern {_show([pattern])} matches no parameter; there are {', '.join(near)}, ...")
+    return found
+
+
+def _under(name: str, pattern: str) -> bool:
+    """Whether the pattern matches the parameter's name or the path of a module above it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def _show(patterns: Sequence[Pattern]) -> str:
+    return "[" + ", ".join(p.__name__ if isinstance(p, type) else repr(p) for p in patterns) + "]"
