@@ -2,14 +2,15 @@
 
     python benchmarks/step_cost.py [--rounds 15] [--json FILE]
 
-The tensors are the 22 of the paper's CIFAR ResNet-18 (11.2 million weights). Each round times, one after the other, ten
-steps of the bare Adam(foreach=True) and ten of every method around the same Adam; what is printed is the median over the
-rounds of the ratio within a round, so that a noisy machine slows both sides alike. The memory added is counted from the
-tensors that the optimizers hold, and the growth from the resident tensors before and after the timed steps.
+The tensors are the 22 of the paper's CIFAR ResNet-18 (11.2 million weights). In each round the bare Adam(foreach=True)
+and a method around the same Adam take turns; what is printed is the median over the rounds of the ratio within a round,
+so that a noisy machine slows both sides alike. The memory is counted from the tensors that the optimizers hold, its
+growth from all tensors alive before and after the timed steps.
 """
 
 import argparse
 import gc
+import itertools
 import json
 import platform
 import statistics
@@ -26,7 +27,7 @@ CHANNELS = [64, 64, 128, 256, 512]
 def resnet18_shapes() -> list[tuple[int, ...]]:
     """The learnable tensors of ResNet-18 for 10 classes, batch norm without scale and shift."""
     shapes: list[tuple[int, ...]] = [(64, 3, 3, 3)]
-    for before, width in zip(CHANNELS, CHANNELS[1:], strict=False):
+    for before, width in itertools.pairwise(CHANNELS):
         shapes += [(width, before, 3, 3)] + [(width, width, 3, 3)] * 3
         shapes += [(width, before, 1, 1)] if width != before else []
     return [*shapes, (10, 512), (10,)]

@@ -77,8 +77,12 @@ class Method:
         return 1.0
 
     def settle(self, latent: Tensor, beta: Beta, lr: Beta) -> Tensor:
-        """The latent after the base optimizer moved it."""
+        """The latent after the base optimizer moved it; may be changed in place."""
         return latent
+
+    def write(self, weight: Tensor, latent: Tensor, beta: Beta) -> None:
+        """weight = project(latent, β), for a method that can do it in place; never through a reshaped view."""
+        weight.copy_(self.project(latent, beta))
 
     def round(self, latent: Tensor, beta: Beta) -> Tensor:
         """The quantized weight: the level nearest to the weight."""
@@ -162,6 +166,13 @@ class MDTanhS(MD):
         super().__post_init__()
         object.__setattr__(self, "mirror", Tanh() if self.levels == BINARY else ShiftedTanh(self.levels))
 
+    def write(self, weight: Tensor, latent: Tensor, beta: Beta) -> None:
+        """weight = tanh(β w̃) without a temporary: on a CPU its pages would cost more than the arithmetic."""
+        if isinstance(self.mirror, Tanh) and weight.dtype == latent.dtype:
+            self.mirror.project(latent, beta, out=weight)
+        else:
+            super().write(weight, latent, beta)
+
     def round(self, latent: Tensor, beta: Beta) -> Tensor:
         """The level nearest to w̃, where annealing leads: sign(w̃) for {−1, 1}."""
         return self.levels.nearest(latent)
@@ -198,6 +209,10 @@ class MDTanh(MDTanhS):
         """w = P_1(v): β is in v already."""
         return self.mirror.project(latent, 1.0)
 
+    def write(self, weight: Tensor, latent: Tensor, beta: Beta) -> None:
+        """weight = P_1(v)."""
+        super().write(weight, latent, 1.0)
+
     def step_scale(self, beta: Beta) -> Beta:
         """v − β D."""
         return beta
@@ -205,7 +220,7 @@ class MDTanh(MDTanhS):
     def settle(self, latent: Tensor, beta: Beta, lr: Beta) -> Tensor:
         """v bounded where w is one rounding unit from its level."""
         bound = self.levels.radius * dual_bound(latent.dtype)
-        return latent.clamp(self.levels.centre - bound, self.levels.centre + bound)
+        return latent.clamp_(self.levels.centre - bound, self.levels.centre + bound)
 
 
 def dual_bound(dtype: torch.dtype) -> float:

@@ -121,11 +121,12 @@ class Tanh(Mirror):
     """
 
     @in_full_precision
-    def project(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
+    def project(self, dual: Tensor, beta: Beta = 1.0, *, out: Tensor | None = None) -> Tensor:
         """tanh(β w̃) = 2σ(2β w̃) − 1; by the latter in float32 on the CPU: 3 times faster, to 6e-8 absolute."""
         if dual.dtype == torch.float32 and dual.device.type == "cpu" and not dual.requires_grad:
-            return torch.sigmoid(2 * beta * dual).mul_(2).sub_(1)
-        return torch.tanh(beta * dual)
+            sigmoid = torch.mul(dual, 2 * beta, out=out).sigmoid_()
+            return torch.sub(torch.tensor(-1.0), sigmoid, alpha=-2, out=sigmoid)
+        return torch.tanh(beta * dual, out=out)
 
     @in_full_precision
     def inverse(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
@@ -218,7 +219,7 @@ class NumericalMirror(Mirror):
     def inverse(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
         """The root of P_β(x) = w, by bisection in float64; differentiable in w."""
         with torch.no_grad():
-            w = primal.double()
+            w = primal.detach().double()
             low, high = (torch.asinh(edge) for edge in self.bracket(w, beta))
             for _ in range(64):
                 middle = (low + high) / 2
@@ -314,11 +315,18 @@ class ShiftedTanh(NumericalMirror):
         return area
 
     def divergence(self, p: Tensor, q: Tensor, beta: Beta = 1.0) -> Tensor:
-        """The tanh divergences of the single steps, weighted with their heights: each term is non-negative."""
+        """The tanh divergences of the single steps, weighted with their heights: each term is non-negative.
+
+        A step's (1 ± tanh z)/2 are σ(±2z), which keep their precision where the step saturates.
+        """
+        scale = 2 * beta / self.levels.radius
         x_p, x_q = self.inverse(p.double(), beta), self.inverse(q.double(), beta)
-        pairs = zip(self.steps(x_p, beta), self.steps(x_q, beta), strict=True)
-        terms = [height * Tanh().divergence(a, b, beta) for (height, a), (_, b) in pairs]
-        return (self.levels.radius * torch.stack(terms).sum(0)).to(p.dtype)
+        total = torch.zeros_like(x_p)
+        for low, high, t in zip(self.levels, self.levels[1:], self.levels.thresholds, strict=False):
+            for side in (-scale, scale):
+                a, b = torch.sigmoid(side * (x_p - t)), torch.sigmoid(side * (x_q - t))
+                total = total + (high - low) * relative_entropy(a - b, b)
+        return (total / scale).to(p.dtype)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import repeat
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +36,7 @@ from mirrorquant import anneal as _anneal
 from mirrorquant import methods
 from mirrorquant.anneal import Schedule
 from mirrorquant.methods import REF, Method
+from mirrorquant.mirrors import Beta
 
 __all__ = ["MirrorDescent"]
 
@@ -45,12 +45,14 @@ _OURS = ("params", "param_names", "method", "anneal", "beta")
 
 
 class Quantized(NamedTuple):
-    """One quantized parameter: its name, the model's weight, its latent, its group."""
+    """One quantized group: its parameters' names, the model's weights, their latents, its method and β."""
 
-    name: str
-    weight: Tensor
-    latent: Tensor
-    group: dict[str, Any]
+    names: list[str]
+    weights: list[Tensor]
+    latents: list[Tensor]
+    method: Method
+    beta: Beta
+    lr: Beta
 
 
 class MirrorDescent(Optimizer):
@@ -98,13 +100,13 @@ class MirrorDescent(Optimizer):
         base.param_groups.clear()
         try:
             super().__init__(groups, {**base.defaults, "method": method, "anneal": anneal})
-            if not isinstance(methods.get(method), REF) and next(self._quantized(), None) is None:
+            if not isinstance(methods.get(method), REF) and not self.state:
                 raise ValueError(f"method is {method!r}, but no parameter is left to quantize: all groups are 'ref'")
         except BaseException:
             base.param_groups[:] = kept
             raise
         self._constructed = True
-        self._write("project")
+        self._write(rounded=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, quantized by its own ``method``, ``levels`` and ``anneal``, or by the optimizer's."""
@@ -125,7 +127,7 @@ class MirrorDescent(Optimizer):
             if latent is not p:
                 self.state[p]["latent"] = latent
         if self._constructed:
-            self._write("project")
+            self._write(rounded=False)
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
@@ -136,8 +138,7 @@ class MirrorDescent(Optimizer):
         """
         if self._inside_quantized:
             raise RuntimeError("step() was called inside quantized(): leave the context first, then step")
-        betas = self._next_betas()
-        self._copy_hyperparameters()
+        betas = self._prepare()
         loss = None
         if closure is None:
             self._pull_back()
@@ -146,7 +147,7 @@ class MirrorDescent(Optimizer):
             loss = self.base.step(lambda: self._evaluate(closure))
         self._settle()
         self._advance(betas)
-        self._write("project")
+        self._write(rounded=False)
         return loss
 
     @contextmanager
@@ -155,13 +156,13 @@ class MirrorDescent(Optimizer):
         if self._inside_quantized:
             yield
             return
-        self._write("round")
+        self._write(rounded=True)
         self._inside_quantized = True
         try:
             yield
         finally:
             self._inside_quantized = False
-            self._write("project")
+            self._write(rounded=False)
 
     def finalize(self) -> None:
         """Rounds for good: each quantized weight is now exactly one of its levels, which is checked.
@@ -169,20 +170,20 @@ class MirrorDescent(Optimizer):
         Steps after it train what stayed in float, as ProxQuant does at the end.
         """
         for q in self._quantized():
-            if not bool(torch.isfinite(q.latent).all()):
-                raise RuntimeError(f"the latent of {q.name} holds NaN or inf: training diverged; nothing was rounded")
-        self._write("round")
+            for name, latent in zip(q.names, q.latents, strict=True):
+                if not bool(torch.isfinite(latent).all()):
+                    raise RuntimeError(f"the latent of {name} holds NaN or inf: training diverged; nothing was rounded")
+        self._write(rounded=True)
         for q in self._quantized():
-            levels = q.group["method"].levels
-            if not levels.holds(q.weight):
-                raise RuntimeError(f"{type(q.group['method']).__name__}.round left {q.name} off its levels {levels}")
+            for name, weight in zip(q.names, q.weights, strict=True):
+                if not q.method.levels.holds(weight):
+                    raise RuntimeError(f"{type(q.method).__name__}.round left {name} off its {q.method.levels}")
         self.finalized = True
 
     @property
     def beta(self) -> float:
         """The current β, of the first quantized group."""
-        groups = [group for group in self.param_groups if not isinstance(group["method"], REF)]
-        return float((groups or self.param_groups)[0]["beta"])
+        return float(next((q.beta for q in self._quantized()), 1.0))
 
     def latent(self, weight: Tensor) -> Tensor:
         """The latent tensor of a quantized parameter."""
@@ -191,52 +192,43 @@ class MirrorDescent(Optimizer):
             raise KeyError(f"the parameter of shape {tuple(weight.shape)} is not quantized by this optimizer")
         return latent
 
-    # The four parts of a step.
+    # The parts of a step, on the lists of tensors of one group at a time.
 
     def _pull_back(self) -> None:
-        """latent.grad = pull_back(weight.grad)."""
         if self._check_gradients:
             self._refuse_bad_gradients()
-        for _, weight, latent, group in self._quantized():
-            grad = weight.grad
-            if grad is None or self.finalized:
-                latent.grad = None
-            else:
-                latent.grad = group["method"].pull_back(grad.to(latent.dtype), latent, group["beta"])
+        for q in self._quantized():
+            _pull_back(q.method, q.weights, q.latents, q.beta, frozen=self.finalized)
 
     def _settle(self) -> None:
-        """latent = settle(latent)."""
-        for _, _, latent, group in self._quantized():
-            latent.grad = None
-            settled = latent if self.finalized else group["method"].settle(latent, group["beta"], group.get("lr", 1.0))
-            if settled is not latent:
-                latent.copy_(settled)
+        for q in self._quantized():
+            _settle(q.method, q.latents, q.beta, q.lr, frozen=self.finalized)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _advance(self, betas: list[float]) -> None:
-        """β_{k+1} for every group."""
         self.steps += 1
         for group, beta in zip(self.param_groups, betas, strict=True):
             self._set_beta(group, beta)
 
     @torch.no_grad()
-    def _write(self, image: Literal["project", "round"]) -> None:
-        """weight = image(latent); once finalized, the weights stay."""
+    def _write(self, *, rounded: bool) -> None:
+        """weight = project(latent), or round(latent); once finalized, the weights stay."""
         if not self.finalized:
-            for _, weight, latent, group in self._quantized():
-                weight.copy_(getattr(group["method"], image)(latent, group["beta"]))
+            for q in self._quantized():
+                (_round if rounded else _project)(q.method, q.weights, q.latents, q.beta)
 
     # What they need.
 
-    def _named(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-        for index, group in enumerate(self.param_groups):
-            names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
-            yield from zip(names, group["params"], repeat(group), strict=False)
-
     def _quantized(self) -> Iterator[Quantized]:
-        for name, weight, group in self._named():
-            if "latent" in self.state.get(weight, {}):
-                yield Quantized(name, weight, self.state[weight]["latent"], group)
+        for index, group in enumerate(self.param_groups):
+            if not isinstance(group["method"], REF):
+                latents = [self.state[p]["latent"] for p in group["params"]]
+                lr = group.get("lr", 1.0)
+                yield Quantized(self._names(index), group["params"], latents, group["method"], group["beta"], lr)
+
+    def _names(self, index: int) -> list[str]:
+        group = self.param_groups[index]
+        return group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
 
     def _new_latent(self, weight: Tensor, method: Method) -> Tensor:
         """A float32 (float64 for float64) tensor of its own, in the weight's layout; the weight itself where float."""
@@ -250,22 +242,23 @@ class MirrorDescent(Optimizer):
         return method.lift(wide).clone()
 
     def _evaluate(self, closure: Closure) -> Any:
-        self._write("project")
+        self._write(rounded=False)
         with torch.enable_grad():
             loss = closure()
         with torch.no_grad():
             self._pull_back()
         return loss
 
-    def _copy_hyperparameters(self) -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _prepare(self) -> list[float]:
+        """The next β, refused before anything changes; and the hyperparameters, copied to the base optimizer."""
+        betas = [_beta(group["anneal"], group["method"], self.steps + 1) for group in self.param_groups]
         for ours, theirs in zip(self.param_groups, self.base.param_groups, strict=True):
             theirs.update({k: v for k, v in ours.items() if k in theirs and k not in _OURS})
             scale = ours["method"].step_scale(ours["beta"])
             if "lr" in theirs and (isinstance(scale, Tensor) or scale != 1.0):
                 theirs["lr"] = theirs["lr"] * scale
-
-    def _next_betas(self) -> list[float]:
-        return [_beta(group["anneal"], group["method"], self.steps + 1) for group in self.param_groups]
+        return betas
 
     def _set_beta(self, group: dict[str, Any], beta: float) -> None:
         """A float; a tensor beside the weights where the base optimizer is capturable."""
@@ -279,7 +272,9 @@ class MirrorDescent(Optimizer):
     def _refuse_bad_gradients(self) -> None:
         if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
-        grads = [(name, p.grad) for name, p, _ in self._named() if p.grad is not None and not p.grad.is_sparse]
+        groups = enumerate(self.param_groups)
+        named = [pair for i, group in groups for pair in zip(self._names(i), group["params"], strict=True)]
+        grads = [(name, p.grad) for name, p in named if p.grad is not None and not p.grad.is_sparse]
         sums = [grad.sum().to(grads[0][1].device, torch.float64) for _, grad in grads]
         if not sums or bool(torch.stack(sums).isfinite().all()):
             return
@@ -328,7 +323,7 @@ class MirrorDescent(Optimizer):
                     f"{float(group['beta']):g}: training goes on with another schedule",
                     stacklevel=2,
                 )
-        self._write("round" if state_dict["finalized"] else "project")
+        self._write(rounded=state_dict["finalized"])
         self.finalized = state_dict["finalized"]
 
     def _refuse_other_state(self, state_dict: dict[str, Any]) -> None:
@@ -352,6 +347,34 @@ class MirrorDescent(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if not k.startswith("_optimizer_")}
+
+
+def _pull_back(method: Method, weights: list[Tensor], latents: list[Tensor], beta: Beta, *, frozen: bool) -> None:
+    """latent.grad = pull_back(weight.grad)."""
+    for weight, latent in zip(weights, latents, strict=True):
+        grad = None if frozen else weight.grad
+        latent.grad = None if grad is None else method.pull_back(grad.to(latent.dtype), latent, beta)
+
+
+def _settle(method: Method, latents: list[Tensor], beta: Beta, lr: Beta, *, frozen: bool) -> None:
+    """latent = settle(latent)."""
+    for latent in latents:
+        latent.grad = None
+        settled = latent if frozen else method.settle(latent, beta, lr)
+        if settled is not latent:
+            latent.copy_(settled)
+
+
+def _project(method: Method, weights: list[Tensor], latents: list[Tensor], beta: Beta) -> None:
+    """weight = project(latent)."""
+    for weight, latent in zip(weights, latents, strict=True):
+        method.write(weight, latent, beta)
+
+
+def _round(method: Method, weights: list[Tensor], latents: list[Tensor], beta: Beta) -> None:
+    """weight = round(latent)."""
+    for weight, latent in zip(weights, latents, strict=True):
+        weight.copy_(method.round(latent, beta))
 
 
 def _beta(schedule: Schedule, method: Method, step: int) -> float:

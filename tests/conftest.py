@@ -1,0 +1,39 @@
+"""What several tests share: a small network that has everything, and one schedule that suits each method."""
+
+import pytest
+import torch
+from torch import nn
+
+import mirrorquant as mq
+
+METHODS = [name for name in mq.methods.list() if name != "ref"]
+torch.set_num_threads(1)
+
+
+def anneal_for(method):
+    return mq.anneal.linear(0.001, start=0.0) if method == "pq" else mq.anneal.geometric(1.05, every=3)
+
+
+def small_network(seed=0):
+    torch.manual_seed(seed)
+    layers = [nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, bias=False), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 16, 3))
+
+
+def batch(k, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(k)
+    x = torch.randn(8, 2, 6, 6, generator=generator).to(dtype)
+    return x, torch.randint(0, 3, (8,), generator=generator)
+
+
+def train(model, opt, steps, start=0):
+    for k in range(start, start + steps):
+        x, y = batch(k, next(model.parameters()).dtype)
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(x).float(), y).backward()
+        opt.step()
+
+
+@pytest.fixture(params=METHODS)
+def method(request):
+    return request.param

@@ -1,0 +1,186 @@
+"""The paper's identities between methods, in float64, and each method's formulas."""
+
+import pytest
+import torch
+from conftest import METHODS, anneal_for
+from torch import nn
+
+import mirrorquant as mq
+from mirrorquant import BINARY, TERNARY, Levels, methods
+
+BETA = 3.0
+
+
+def trajectory(method, anneal, steps=200, levels=None, base=torch.optim.Adam, lr=0.01):
+    """The weights of a small regression, trained by a method from one fixed start."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 7, generator=generator, dtype=torch.float64)
+    target = x @ torch.sign(torch.randn(7, generator=generator, dtype=torch.float64))
+    w = nn.Parameter(0.3 * torch.randn(7, generator=generator, dtype=torch.float64))
+    opt = mq.MirrorDescent(base([w], lr=lr), method=method, levels=levels, anneal=anneal)
+    path = [w.detach().clone()]
+    for _ in range(steps):
+        opt.zero_grad()
+        (x @ w - target).square().mean().backward()
+        opt.step()
+        path.append(w.detach().clone())
+    return torch.stack(path)
+
+
+def test_primal_and_dual_form_agree_for_constant_beta_over_200_adam_steps():
+    generator = torch.Generator().manual_seed(2)
+    start = 0.3 * torch.randn(7, generator=generator, dtype=torch.float64)
+
+    def run(method):
+        # Both start from the same primal point w = tanh(β w̃): the primal form's initial projection uses β = 1.
+        w = nn.Parameter(start if method == "md-tanh-s" else BETA * start)
+        opt = mq.MirrorDescent(torch.optim.Adam([w], lr=0.01), method=method, anneal=mq.anneal.constant(BETA))
+        path = []
+        for k in range(200):
+            w.grad = torch.sin(torch.arange(7.0, dtype=torch.float64) + k) + w.detach()
+            opt.step()
+            path.append(w.detach().clone())
+        return torch.stack(path)
+
+    torch.testing.assert_close(run("md-tanh"), run("md-tanh-s"), rtol=0, atol=1e-10)
+
+
+def test_primal_and_dual_form_differ_once_beta_changes():
+    anneal = mq.anneal.geometric(1.02)
+    assert (trajectory("md-tanh", anneal) - trajectory("md-tanh-s", anneal)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(("lifted", "plain"), [("md-softmax-s", "md-tanh-s"), ("md-softmax", "md-tanh")])
+def test_softmax_on_two_levels_is_tanh(lifted, plain):
+    anneal = mq.anneal.geometric(1.01)
+    torch.testing.assert_close(trajectory(lifted, anneal), trajectory(plain, anneal), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["md-tanh-s", "gd-tanh"])
+def test_a_huge_beta_is_binaryconnects_forward_pass(method):
+    latent = torch.randn(1000, dtype=torch.float64)
+    hard = methods.BC().project(latent, 1.0)
+    assert torch.equal(methods.get(method).project(latent, 1e30), hard)
+    assert torch.equal(methods.get(method).project(latent.float(), 1e30), hard.float())
+
+
+@pytest.mark.parametrize("levels", [BINARY, TERNARY, Levels(-0.5, 0.1, 0.4, 2.0)])
+@pytest.mark.parametrize("name", ["gd-tanh", "pmf"])
+def test_gd_tanh_and_pmf_equal_autograd_through_the_projection(name, levels):
+    method = methods.get(name, levels)
+    weight = torch.randn(5, 3, dtype=torch.float64)
+    latent = method.lift(weight).requires_grad_()
+    grad = torch.randn(5, 3, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(method.project(latent, BETA), latent, grad)
+    torch.testing.assert_close(method.pull_back(grad, latent.detach(), BETA), expected)
+
+
+def test_pmf_authors_is_the_jacobian_without_its_diagonal():
+    method = methods.get("pmf-authors", TERNARY)
+    latent, grad = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    u, q = torch.softmax(BETA * latent, 0), torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)
+    for j in range(4):
+        jacobian = BETA * (torch.eye(3, dtype=torch.float64) - torch.outer(u[:, j], u[:, j]))
+        torch.testing.assert_close(method.pull_back(grad, latent, BETA)[:, j], jacobian @ (q * grad[j]))
+
+
+def test_md_tanh_is_the_printed_update_of_tab_eg_projns():
+    w0, step, beta = torch.tensor([-0.9, 0.1, 0.7], dtype=torch.float64), 0.05, 4.0
+    ratio = (1 + w0) / (1 - w0) * torch.exp(torch.tensor(-2 * beta * step, dtype=torch.float64))
+    w = nn.Parameter(torch.atanh(w0))
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=step), method="md-tanh", anneal=mq.anneal.constant(beta))
+    w.grad = torch.ones_like(w)
+    opt.step()
+    torch.testing.assert_close(w.detach(), (ratio - 1) / (ratio + 1))
+
+
+@pytest.mark.parametrize("levels", [BINARY, TERNARY, Levels(0, 1, 3)])
+def test_md_softmax_is_the_printed_update_for_any_number_of_levels(levels):
+    method, beta, step = methods.get("md-softmax", levels), 2.5, 0.1
+    w = nn.Parameter(torch.tensor([-0.4, 0.2, 0.9], dtype=torch.float64))
+    u = torch.softmax(method.lift(w.detach()), 0)
+    q = torch.tensor(levels, dtype=torch.float64)[:, None]
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=step), method=method, anneal=mq.anneal.constant(beta))
+    grad = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    w.grad = grad.clone()
+    opt.step()
+    weighted = u * torch.exp(-beta * step * q * grad)
+    torch.testing.assert_close(w.detach(), (q * weighted / weighted.sum(0)).sum(0))
+
+
+def test_primal_forms_do_not_stick_or_overflow_in_float32():
+    for name in ("md-tanh", "md-softmax"):
+        w = nn.Parameter(torch.tensor([0.5, -0.5]))
+        opt = mq.MirrorDescent(torch.optim.SGD([w], lr=1.0), method=name, anneal=mq.anneal.constant(1e35))
+        for sign in (1.0, -1.0, 1.0):
+            w.grad = torch.tensor([sign, -sign])
+            opt.step()
+            assert torch.equal(w.detach().round(), torch.tensor([-sign, sign]))
+            assert torch.isfinite(opt.latent(w)).all()
+
+
+def test_proxquant_is_the_published_prox():
+    method, r = methods.PQ(), 0.3
+    w = torch.tensor([-2.0, -1.1, -0.8, -0.1, 0.0, 0.4, 1.0, 1.5])
+    sign = torch.where(w >= 0, 1.0, -1.0)
+    prox = sign * (1 + torch.sign(w.abs() - 1) * torch.relu((w.abs() - 1).abs() - r))
+    torch.testing.assert_close(method.settle(w, 3.0, 0.1), prox.clamp(-1, 1))
+    ternary = (w + r * TERNARY.nearest(w)) / (1 + r)
+    torch.testing.assert_close(methods.PQ(TERNARY).settle(w, 3.0, 0.1), ternary.clamp(-1, 1))
+
+
+def test_binaryconnect_stops_the_gradient_outside_the_hull():
+    latent, grad = torch.tensor([-1.5, -1.0, 0.2, 1.0, 1.1]), torch.ones(5)
+    assert methods.BC().pull_back(grad, latent, 1.0).tolist() == [0, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("levels", [BINARY, TERNARY, Levels(0.0, 0.5, 2.0, 2.25)])
+def test_rounding_an_initial_latent_gives_the_nearest_level(name, levels):
+    if name == "md-tanh" and len(levels) > 2:
+        with pytest.raises(ValueError, match="use md-tanh-s"):
+            methods.get(name, levels)
+        return
+    method, weight = methods.get(name, levels), 2 * torch.randn(500)
+    assert torch.equal(method.round(method.lift(weight), 1.0), levels.nearest(weight))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_learns(name):
+    """A teacher with binary weights is found exactly."""
+    generator = torch.Generator().manual_seed(1)
+    torch.randn(64, 7, generator=generator, dtype=torch.float64)
+    teacher = torch.sign(torch.randn(7, generator=generator, dtype=torch.float64))
+    assert torch.equal(BINARY.nearest(trajectory(name, anneal_for(name), steps=300)[-1]), teacher)
+
+
+def test_methods_are_listed_with_one_line_each():
+    listed = methods.list()
+    assert {"ref", "bc", "pq", "pmf", "gd-tanh", "md-tanh", "md-softmax", "md-tanh-s", "md-softmax-s"} <= set(listed)
+    assert all(line and "\n" not in line for line in listed.values())
+
+
+def test_unknown_methods_answer_with_the_nearest_name():
+    with pytest.raises(ValueError, match="did you mean 'md-tanh-s'"):
+        methods.get("md-tanhs")
+    with pytest.raises(ValueError, match="give one"):
+        methods.get(methods.BC(), TERNARY)
+
+
+def test_a_user_adds_a_method_and_a_projection():
+    class Hard(mq.Method):
+        """Clips."""
+
+        name = "test-hard"
+
+        def project(self, latent, beta):
+            return (beta * latent).clamp(self.levels[0], self.levels[-1])
+
+    try:
+        by_name = trajectory("test-hard", mq.anneal.geometric(1.02))
+        assert torch.equal(by_name, trajectory(Hard(), mq.anneal.geometric(1.02)))
+    finally:
+        del mq.Method.registry["test-hard"]
+    arctan = mq.mirror_from(lambda x: 2 / torch.pi * torch.atan(x), (-1, 1))
+    path = trajectory(methods.MD(mirror=arctan), mq.anneal.geometric(1.05))
+    assert torch.equal(BINARY.nearest(path[-1]), BINARY.nearest(trajectory("md-tanh-s", mq.anneal.geometric(1.05))[-1]))

@@ -1,0 +1,575 @@
+"""MirrorDescent as a torch optimizer: exact at the end, transparent in between, and loud when misused."""
+
+import copy
+import pickle
+import random
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from conftest import METHODS, anneal_for, batch, small_network, train
+from torch import nn
+
+import mirrorquant as mq
+from mirrorquant import BINARY, TERNARY, Levels
+
+LEVELS = {"binary": BINARY, "ternary": TERNARY, "user": Levels(-0.3, 0.1, 0.7)}
+
+
+def wrap(model, method="md-tanh-s", base=torch.optim.Adam, lr=0.01, **options):
+    options.setdefault("anneal", anneal_for(method))
+    return mq.MirrorDescent(base(mq.split(model), lr=lr), method=method, **options)
+
+
+def quantized_weights(model):
+    return [p for name, p in model.named_parameters() if not name.startswith("1.")]
+
+
+# Exact at the end.
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "bfloat16", "float64"])
+def test_after_finalize_every_weight_is_exactly_a_level(method, levels, layout):
+    if method == "md-tanh" and levels != "binary":
+        pytest.skip("md-tanh has two levels")
+    model = small_network()
+    model = {
+        "contiguous": lambda m: m,
+        "channels_last": lambda m: m.to(memory_format=torch.channels_last),
+        "bfloat16": lambda m: m.to(torch.bfloat16),
+        "float64": lambda m: m.double(),
+    }[layout](model)
+    opt = wrap(model, method, levels=LEVELS[levels])
+    strides = [p.stride() for p in model.parameters()]
+    train(model, opt, 8)
+    opt.finalize()
+    for p in quantized_weights(model):
+        assert set(p.detach().unique().tolist()) <= set(torch.tensor(LEVELS[levels], dtype=p.dtype).tolist())
+        wide = torch.float64 if layout == "float64" else torch.float32
+        assert opt.latent(p).dtype == wide
+    assert [p.stride() for p in model.parameters()] == strides
+
+
+def test_after_finalize_tied_and_zero_size_tensors_hold_their_levels(method):
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    model.empty = nn.Parameter(torch.zeros(0, 3))
+    model.scalar = nn.Parameter(torch.tensor(0.2))
+    opt = wrap(model, method)
+    for _ in range(3):
+        (model(torch.randn(5, 4)).square().mean() + model.scalar.square()).backward()
+        opt.step()
+        opt.zero_grad()
+    opt.finalize()
+    assert first.weight is second.weight
+    for p in model.parameters():
+        assert BINARY.holds(p.detach())
+
+
+def test_quantized_gives_exact_levels_inside_and_the_soft_weights_back(method):
+    model = small_network()
+    opt = wrap(model, method)
+    train(model, opt, 5)
+    soft = [p.detach().clone() for p in model.parameters()]
+
+    def check_inside():
+        with opt.quantized(), opt.quantized():
+            for p in quantized_weights(model):
+                assert BINARY.holds(p.detach())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check_inside()
+    assert all(torch.equal(a, b) for a, b in zip(soft, model.parameters(), strict=True))
+
+
+def test_finalize_rounds_for_good_and_goes_on_training_what_stayed_float(method):
+    model = small_network()
+    opt = wrap(model, method)
+    train(model, opt, 3)
+    opt.finalize()
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, opt, 3)
+    for (name, p), old in zip(model.named_parameters(), before, strict=True):
+        assert torch.equal(p, old) != name.startswith("1."), name
+
+
+# A genuine optimizer.
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.Adam(p, lr=0.01),
+        lambda p: torch.optim.Adam(p, lr=0.01, foreach=True, weight_decay=0.1),
+        lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+        lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, weight_decay=1e-4),
+        lambda p: torch.optim.RMSprop(p, lr=0.01),
+    ],
+)
+def test_ref_is_bit_identical_to_the_bare_optimizer(make):
+    bare, wrapped = small_network(), small_network()
+    plain = make(bare.parameters())
+    opt = mq.MirrorDescent(make(wrapped.parameters()), method="ref")
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 3, 0.5) for o in (plain, opt)]
+    for k in range(10):
+        for model, o in ((bare, plain), (wrapped, opt)):
+            train(model, o, 1, start=k)
+        for scheduler in schedulers:
+            scheduler.step()
+    for a, b in zip(bare.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not opt.state
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+        lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+        lambda p: torch.optim.AdamW(p, lr=0.01),
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        lambda p: torch.optim.Adadelta(p),
+        lambda p: torch.optim.NAdam(p),
+    ],
+)
+def test_any_base_optimizer_moves_the_latents_as_it_would_move_weights(make):
+    """The latents of md-tanh-s follow exactly what the bare optimizer does with the same gradients."""
+    model = small_network()
+    opt = mq.MirrorDescent(make(mq.split(model, norms=True)))
+    twins = [opt.latent(p).clone() for p in model.parameters()]
+    bare = make(twins)
+    for k in range(5):
+        x, y = batch(k)
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        for twin, p in zip(twins, model.parameters(), strict=True):
+            twin.grad = p.grad.clone()
+        bare.step()
+        opt.step()
+        for twin, p in zip(twins, model.parameters(), strict=True):
+            assert torch.equal(twin, opt.latent(p))
+            torch.testing.assert_close(p.detach(), torch.tanh(opt.beta * twin), rtol=0, atol=2e-7)
+
+
+def test_several_methods_and_level_sets_side_by_side():
+    model = small_network()
+    groups = [
+        {"params": model[0].parameters(), "method": "md-softmax-s", "levels": TERNARY},
+        {"params": model[1].parameters(), "method": "ref", "lr": 0.1},
+        {"params": model[3].parameters(), "method": mq.methods.BC(0.1 * BINARY)},
+        {"params": model[6].parameters(), "anneal": mq.anneal.constant(5.0)},
+    ]
+    opt = mq.MirrorDescent(torch.optim.Adam(groups, lr=0.01), method="gd-tanh", anneal=mq.anneal.geometric(2.0))
+    train(model, opt, 4)
+    assert [group["beta"] for group in opt.param_groups] == [16.0, 16.0, 16.0, 5.0]
+    assert opt.latent(model[0].weight).shape == (3, *model[0].weight.shape)
+    opt.finalize()
+    assert TERNARY.holds(model[0].weight.detach())
+    assert Levels(-0.1, 0.1).holds(model[3].weight.detach())
+    assert BINARY.holds(model[6].weight.detach())
+
+
+def test_add_param_group_quantizes_the_new_group():
+    model, head = small_network(), nn.Linear(3, 3)
+    opt = wrap(model)
+    before = head.weight.detach().clone()
+    opt.add_param_group({"params": list(head.named_parameters()), "levels": TERNARY, "lr": 0.1})
+    torch.testing.assert_close(head.weight.detach(), (torch.tanh(before - 0.5) + torch.tanh(before + 0.5)) / 2)
+    assert opt.base.param_groups[-1]["lr"] == 0.1
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        opt.add_param_group({"params": list(head.named_parameters())})
+    assert len(opt.param_groups) == len(opt.base.param_groups) == 3
+
+
+def test_lr_schedulers_clipping_and_accumulation_act_on_the_models_parameters():
+    model = small_network()
+    opt = wrap(model, base=torch.optim.SGD, lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.1)
+    x, y = batch(0)
+    for _ in range(2):
+        nn.functional.cross_entropy(model(x), y).backward()
+    accumulated = model[0].weight.grad.clone()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    before = opt.latent(model[0].weight).clone()
+    opt.step()
+    expected = before - accumulated * (0.01 / (norm + 1e-6))
+    torch.testing.assert_close(opt.latent(model[0].weight), expected)
+    scheduler.step()
+    opt.step()
+    assert opt.base.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_grad_scaler_and_autocast():
+    model = small_network()
+    opt = wrap(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for k in range(3):
+        x, y = batch(k)
+        opt.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        if k == 1:
+            model[0].weight.grad[0, 0, 0, 0] = float("inf")
+        latents = {p: opt.latent(p).clone() for p in quantized_weights(model)}
+        scaler.step(opt)
+        scaler.update()
+        moved = [not torch.equal(latent, opt.latent(p)) for p, latent in latents.items()]
+        assert all(moved) if k != 1 else not any(moved)
+    assert scaler.get_scale() == 512.0
+    assert opt.steps == 2
+
+
+def test_closures_and_lbfgs():
+    model, twin = small_network(), small_network()
+    opt, plain = wrap(model), wrap(twin)
+    x, y = batch(0)
+
+    def closure():
+        opt.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    assert opt.step(closure).requires_grad
+    train(twin, plain, 1)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+    # LBFGS evaluates several times a step, each time at the image of its own trial point.
+    w = nn.Parameter(torch.tensor([0.5, -0.2]))
+    base = torch.optim.LBFGS([w], max_iter=5, line_search_fn="strong_wolfe")
+    opt = mq.MirrorDescent(base, "gd-tanh", anneal=mq.anneal.constant())
+    seen = []
+
+    def quadratic():
+        opt.zero_grad()
+        torch.testing.assert_close(w.detach(), torch.tanh(opt.beta * opt.latent(w)))
+        seen.append(w.detach().clone())
+        loss = (w - torch.tensor([-1.0, 1.0])).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        loss = opt.step(quadratic)
+    assert loss < 0.05
+    assert len(seen) > 4
+    opt.finalize()
+    assert w.tolist() == [-1.0, 1.0]
+
+
+def test_bfloat16_weights_keep_a_float32_latent_that_small_steps_move():
+    w = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=1e-4))
+    for _ in range(10):
+        w.grad = torch.ones_like(w)
+        opt.step()
+    torch.testing.assert_close(opt.latent(w), torch.full((3,), 0.999), rtol=0, atol=1e-6)
+
+
+def test_parameters_without_gradients_are_left_where_they_are(method):
+    model = small_network()
+    opt = wrap(model, method, anneal=mq.anneal.constant(1.0))
+    before = [p.detach().clone() for p in quantized_weights(model)]
+    for p in model[0].parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    moved = [not torch.allclose(p, q, atol=1e-6) for p, q in zip(before, quantized_weights(model), strict=True)]
+    if method == "bc":  # signs move only where the latent crosses zero
+        assert not any(moved[2:])
+    elif method == "pq":  # its proximal step needs no gradient
+        assert all(moved)
+    else:
+        assert moved == [True, True, False, False, False]
+
+
+def test_the_memory_added_is_the_latent_and_nothing_that_grows(method):
+    model = small_network()
+    opt = wrap(model, method)
+    train(model, opt, 2)
+    copies = 2 if "softmax" in method or "pmf" in method else 1
+    for p in quantized_weights(model):
+        assert list(opt.state[p]) == ["latent"]
+        assert opt.latent(p).numel() == copies * p.numel()
+        assert opt.latent(p).grad is None
+
+    def held():
+        return sum(t.numel() for state in opt.base.state.values() for t in state.values())
+
+    before = held()
+    train(model, opt, 3, start=2)
+    assert held() == before
+
+
+# Compiled and distributed.
+
+
+@pytest.mark.parametrize(("method", "operation"), [("md-tanh-s", "sigmoid_"), ("md-softmax-s", "softmax")])
+def test_a_compiled_step_has_the_projection_of_all_weights_in_one_graph(method, operation):
+    torch.compiler.reset()
+    model, twin = small_network(), small_network()
+    options = {"base": torch.optim.SGD, "anneal": mq.anneal.geometric(1.05)}
+    opt, plain = wrap(model, method, **options), wrap(twin, method, **options)
+    graphs = []
+
+    def backend(graph_module, _):
+        graphs.append([getattr(node.target, "__name__", node.target) for node in graph_module.graph.nodes])
+        return graph_module.forward
+
+    compiled = torch.compile(opt.step, backend=backend)
+    for k in range(6):
+        for m, o, step in ((model, opt, compiled), (twin, plain, plain.step)):
+            x, y = batch(k)
+            o.zero_grad()
+            nn.functional.cross_entropy(m(x), y).backward()
+            step()
+        if k == 2:
+            settled = len(graphs)
+    projections = [graph.count(operation) for graph in graphs if operation in graph]
+    assert projections == [5, 5]  # all five weights together: once for β as a constant, once for any β
+    assert len(graphs) == settled
+    assert opt.steps == plain.steps == 6
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_by_inductor_a_step_gives_the_same_weights(method):
+    torch.compiler.reset()
+    w, twin = (nn.Parameter(torch.linspace(-1, 1, 6)) for _ in range(2))
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.1), method=method, anneal=anneal_for(method))
+    plain = mq.MirrorDescent(torch.optim.SGD([twin], lr=0.1), method=method, anneal=anneal_for(method))
+    compiled = torch.compile(opt.step)
+    for k in range(4):
+        w.grad, twin.grad = torch.sin(k + torch.arange(6.0)), torch.sin(k + torch.arange(6.0))
+        compiled()
+        plain.step()
+    torch.testing.assert_close(w, twin, rtol=1e-5, atol=1e-6)
+
+
+DDP = """
+    import os, sys, torch
+    from torch import nn
+    import torch.distributed as dist
+    sys.path.insert(0, sys.argv[3])
+    from conftest import small_network, batch
+    import mirrorquant as mq
+
+    rank, port = int(sys.argv[1]), sys.argv[2]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    model = nn.parallel.DistributedDataParallel(small_network()[5:])
+    opt = mq.MirrorDescent(torch.optim.SGD(mq.split(model), lr=0.1))
+    for k in range(5):
+        x, y = batch(k)
+        x = x.flatten(1)[:, :64]
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(x[rank::2]), y[rank::2]).backward()
+        opt.step()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    both = [torch.empty_like(weights) for _ in range(2)]
+    dist.all_gather(both, weights)
+    assert torch.equal(*both)
+    single = small_network()[5:]
+    opt = mq.MirrorDescent(torch.optim.SGD(mq.split(single), lr=0.1))
+    for k in range(5):
+        x, y = batch(k)
+        opt.zero_grad()
+        nn.functional.cross_entropy(single(x.flatten(1)[:, :64]), y).backward()
+        opt.step()
+    torch.testing.assert_close(weights, torch.cat([p.detach().flatten() for p in single.parameters()]))
+    dist.destroy_process_group()
+"""
+
+
+def test_ddp_gives_the_weights_of_one_process(tmp_path, pytestconfig):
+    script = tmp_path / "ddp.py"
+    script.write_text(textwrap.dedent(DDP))
+    tests, port = str(pytestconfig.rootpath / "tests"), str(random.Random().randint(20000, 40000))
+    ranks = [subprocess.Popen([sys.executable, str(script), str(r), port, tests]) for r in range(2)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+
+
+# Copies and saved states.
+
+
+def test_pickling_and_deepcopy_keep_model_and_optimizer_together(method):
+    model = small_network()
+    opt = wrap(model, method)
+    train(model, opt, 3)
+    clones = [copy.deepcopy((model, opt)), pickle.loads(pickle.dumps((model, opt)))]
+    train(model, opt, 3, start=3)
+    for clone, clone_opt in clones:
+        train(clone, clone_opt, 3, start=3)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), clone.parameters(), strict=True))
+
+
+def test_state_dict_is_plain_and_loads_with_weights_only(tmp_path, method):
+    model = small_network()
+    opt = wrap(model, method)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+    for k in range(4):
+        train(model, opt, 1, start=k)
+        scheduler.step()
+    torch.save(opt.state_dict(), tmp_path / "state.pt")
+    other = small_network(seed=1)
+    fresh = wrap(other, method)
+    fresh.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert fresh.steps == 4
+    assert fresh.beta == opt.beta
+    assert [g["lr"] for g in fresh.param_groups] == [g["lr"] for g in opt.param_groups]
+    for p, q in zip(quantized_weights(model), quantized_weights(other), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_finalized_state_stays_finalized():
+    model, other = small_network(), small_network(seed=1)
+    opt, fresh = wrap(model), wrap(other)
+    train(model, opt, 3)
+    opt.finalize()
+    fresh.load_state_dict(opt.state_dict())
+    assert fresh.finalized
+    assert all(torch.equal(p, q) for p, q in zip(quantized_weights(model), quantized_weights(other), strict=True))
+
+
+def test_loading_under_another_schedule_says_so():
+    opt = wrap(small_network())
+    train(small_network(), opt, 0)
+    opt._advance([1.0, 7.0])
+    with pytest.warns(UserWarning, match="goes on with another schedule"):
+        wrap(small_network()).load_state_dict(opt.state_dict())
+
+
+# Bad input: a clear error, and everything as it was.
+
+
+def snapshot(model, opt=None):
+    tensors = [p.detach().clone() for p in model.parameters()]
+    return tensors + ([opt.latent(p).clone() for p in quantized_weights(model)] if opt else [])
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "md-tan"}, "did you mean 'md-tanh'"),
+        ({"levels": [1, -1]}, "increase strictly"),
+        ({"levels": [1]}, "two or more"),
+        ({"anneal": mq.anneal.constant(0.5)}, "beta is 0.5 at step 0, but MDTanhS needs a finite beta of at least 1"),
+        ({"anneal": lambda k: float("nan")}, "beta is nan"),
+        ({"method": "md-tanh", "levels": TERNARY}, "two levels only"),
+    ],
+)
+def test_bad_construction_leaves_everything_as_it_was(options, message):
+    model = small_network()
+    base = torch.optim.Adam(mq.split(model), lr=0.01)
+    weights, groups = snapshot(model), [list(g["params"]) for g in base.param_groups]
+    with pytest.raises(ValueError, match=message):
+        mq.MirrorDescent(base, **options)
+    assert same(weights, snapshot(model))
+    assert [list(map(id, g["params"])) for g in base.param_groups] == [list(map(id, ps)) for ps in groups]
+
+
+def test_a_used_base_optimizer_is_refused():
+    model = small_network()
+    base = torch.optim.Adam(mq.split(model), lr=0.01)
+    train(model, base, 1)
+    with pytest.raises(ValueError, match="already has state"):
+        mq.MirrorDescent(base)
+    with pytest.raises(TypeError, match="plain torch optimizer"):
+        mq.MirrorDescent(wrap(model))
+
+
+def test_levels_that_coincide_in_the_weights_dtype_are_refused():
+    w = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"not distinct in torch\.bfloat16"):
+        mq.MirrorDescent(torch.optim.Adam([w]), levels=[1.0, 1.001])
+
+
+def test_groups_that_are_all_float_are_refused():
+    with pytest.raises(ValueError, match="no parameter is left to quantize"):
+        mq.MirrorDescent(torch.optim.Adam([{"params": small_network().parameters(), "method": "ref"}]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_gradients_are_refused_by_name(method, bad):
+    model = small_network()
+    opt = wrap(model, method)
+    train(model, opt, 2)
+    model[3].weight.grad[0, 0, 0, 0] = bad
+    before, state = snapshot(model, opt), copy.deepcopy(opt.base.state_dict())
+    with pytest.raises(ValueError, match=r"gradient of 3.weight holds NaN or inf at step 2"):
+        opt.step()
+    assert same(before, snapshot(model, opt))
+    assert opt.steps == 2
+    for i, saved in state["state"].items():
+        for key, value in opt.base.state_dict()["state"][i].items():
+            assert torch.equal(torch.as_tensor(saved[key]), torch.as_tensor(value))
+
+
+def test_large_finite_gradients_are_no_bad_gradients():
+    w = nn.Parameter(torch.zeros(4))
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=1e-38))
+    w.grad = torch.full((4,), 3e38)
+    opt.step()
+    assert (w < 0).all()
+
+
+def test_step_and_load_inside_quantized_are_refused(method):
+    model = small_network()
+    opt = wrap(model, method)
+    train(model, opt, 1)
+    before = snapshot(model, opt)
+    with opt.quantized():
+        with pytest.raises(RuntimeError, match=r"inside quantized\(\)"):
+            opt.step()
+        with pytest.raises(RuntimeError, match=r"inside quantized\(\)"):
+            opt.load_state_dict(opt.state_dict())
+    assert same(before, snapshot(model, opt))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (lambda: wrap(small_network(), "bc"), "saved with .*BC"),
+        (lambda: wrap(small_network(), levels=TERNARY), r"-1.0, 0.0, 1.0"),
+        (lambda: mq.MirrorDescent(torch.optim.Adam(small_network().parameters())), "build it as it was"),
+        (lambda: torch.optim.Adam(small_network().parameters()), "no state of MirrorDescent"),
+    ],
+)
+def test_the_state_of_another_method_is_refused(theirs, message):
+    model = small_network()
+    opt = wrap(model)
+    train(model, opt, 2)
+    before = snapshot(model, opt)
+    with pytest.raises(ValueError, match=message):
+        opt.load_state_dict(theirs().state_dict())
+    assert same(before, snapshot(model, opt))
+
+
+def test_the_state_of_another_model_is_refused():
+    model = nn.Linear(3, 2)
+    opt = mq.MirrorDescent(torch.optim.Adam(model.parameters()))
+    other = mq.MirrorDescent(torch.optim.Adam(nn.Linear(4, 2).parameters()))
+    with pytest.raises(ValueError, match=r"has shape torch.Size\(\[2, 4\]\), but this model needs"):
+        opt.load_state_dict(other.state_dict())
+
+
+def test_a_diverged_latent_is_not_rounded():
+    model = small_network()
+    opt = wrap(model)
+    opt.latent(model[3].weight)[0] = float("nan")
+    with pytest.raises(RuntimeError, match=r"latent of 3\.weight holds NaN"):
+        opt.finalize()
+    assert not opt.finalized
+
+
+def test_every_method_is_tested():
+    assert set(METHODS) == set(mq.methods.list()) - {"ref"}
