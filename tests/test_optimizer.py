@@ -157,7 +157,7 @@ def test_any_base_optimizer_moves_the_latents_as_it_would_move_weights(make):
             torch.testing.assert_close(p.detach(), torch.tanh(opt.beta * twin), rtol=0, atol=2e-7)
 
 
-def test_several_methods_and_level_sets_side_by_side():
+def test_several_methods_and_level_sets_side_by_side(tmp_path):
     model = small_network()
     groups = [
         {"params": model[0].parameters(), "method": "md-softmax-s", "levels": TERNARY},
@@ -169,6 +169,8 @@ def test_several_methods_and_level_sets_side_by_side():
     train(model, opt, 4)
     assert [group["beta"] for group in opt.param_groups] == [16.0, 16.0, 16.0, 5.0]
     assert opt.latent(model[0].weight).shape == (3, *model[0].weight.shape)
+    torch.save(opt.state_dict(), tmp_path / "state.pt")
+    opt.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     opt.finalize()
     assert TERNARY.holds(model[0].weight.detach())
     assert Levels(-0.1, 0.1).holds(model[3].weight.detach())

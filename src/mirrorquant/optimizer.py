@@ -41,7 +41,7 @@ from mirrorquant.mirrors import Beta
 __all__ = ["MirrorDescent"]
 
 Closure = Callable[[], Any]
-_OURS = ("params", "param_names", "method", "anneal", "beta")
+_OURS = ("method", "anneal", "beta")
 
 
 class Quantized(NamedTuple):
@@ -96,15 +96,13 @@ class MirrorDescent(Optimizer):
         self._check_gradients, self._levels = check_gradients, levels
         self._constructed = self._inside_quantized = False
         groups = [dict(group) for group in base.param_groups]
-        kept = base.param_groups[:]
-        base.param_groups.clear()
-        try:
-            super().__init__(groups, {**base.defaults, "method": method, "anneal": anneal})
-            if not isinstance(methods.get(method), REF) and not self.state:
-                raise ValueError(f"method is {method!r}, but no parameter is left to quantize: all groups are 'ref'")
-        except BaseException:
-            base.param_groups[:] = kept
-            raise
+        super().__init__(groups, {**base.defaults, "method": method, "anneal": anneal})
+        if not isinstance(methods.get(method), REF) and not self.state:
+            raise ValueError(f"method is {method!r}, but no parameter is left to quantize: all groups are 'ref'")
+        for ours, theirs in zip(self.param_groups, base.param_groups, strict=True):
+            theirs["params"][:] = self._moved(ours)  # in place: LBFGS keeps the list
+            for key in (*_OURS, "levels"):
+                theirs.pop(key, None)
         self._constructed = True
         self._write(rounded=False)
 
@@ -117,16 +115,16 @@ class MirrorDescent(Optimizer):
         group["beta"] = _beta(group.get("anneal", self.defaults["anneal"]), method, self.steps)
         super().add_param_group(group)
         try:
-            latents = [self._new_latent(p, method) for p in group["params"]]
-            self.base.add_param_group({**{k: v for k, v in group.items() if k not in _OURS}, "params": latents})
+            latents = {p: self._new_latent(p, method) for p in group["params"] if not isinstance(method, REF)}
         except BaseException:
             self.param_groups.pop()
             raise
+        for p, latent in latents.items():
+            self.state[p]["latent"] = latent
         self._set_beta(group, group["beta"])
-        for p, latent in zip(group["params"], latents, strict=True):
-            if latent is not p:
-                self.state[p]["latent"] = latent
         if self._constructed:
+            theirs = {k: v for k, v in group.items() if k not in _OURS}
+            self.base.add_param_group({**theirs, "params": self._moved(group)})
             self._write(rounded=False)
 
     @torch.no_grad()
@@ -230,10 +228,12 @@ class MirrorDescent(Optimizer):
         group = self.param_groups[index]
         return group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
 
+    def _moved(self, group: dict[str, Any]) -> list[Tensor]:
+        """What the base optimizer moves: the latents, or the weights themselves where they stay in float."""
+        return [self.state.get(p, {}).get("latent", p) for p in group["params"]]
+
     def _new_latent(self, weight: Tensor, method: Method) -> Tensor:
-        """A float32 (float64 for float64) tensor of its own, in the weight's layout; the weight itself where float."""
-        if isinstance(method, REF):
-            return weight
+        """A float32 (float64 for float64) tensor, in the weight's layout."""
         if not weight.is_floating_point():
             raise TypeError(f"a parameter is {weight.dtype}, but only floating-point parameters can be quantized")
         if len(set(method.levels.tensor(weight).tolist())) < len(method.levels):
@@ -254,7 +254,7 @@ class MirrorDescent(Optimizer):
         """The next β, refused before anything changes; and the hyperparameters, copied to the base optimizer."""
         betas = [_beta(group["anneal"], group["method"], self.steps + 1) for group in self.param_groups]
         for ours, theirs in zip(self.param_groups, self.base.param_groups, strict=True):
-            theirs.update({k: v for k, v in ours.items() if k in theirs and k not in _OURS})
+            theirs.update({k: v for k, v in ours.items() if k in theirs and k not in (*_OURS, "params")})
             scale = ours["method"].step_scale(ours["beta"])
             if "lr" in theirs and (isinstance(scale, Tensor) or scale != 1.0):
                 theirs["lr"] = theirs["lr"] * scale
@@ -302,9 +302,8 @@ class MirrorDescent(Optimizer):
             raise RuntimeError("load_state_dict() was called inside quantized(): leave the context first")
         self._refuse_other_state(state_dict)
         latents, ours = self.state, self.param_groups
-        kept = ("method", "anneal", "beta")
         groups = [
-            {**{k: v for k, v in theirs.items() if k != "levels"}, **{k: mine[k] for k in kept}}
+            {**{k: v for k, v in theirs.items() if k != "levels"}, **{k: mine[k] for k in _OURS}}
             for mine, theirs in zip(ours, state_dict["param_groups"], strict=True)
         ]
         super().load_state_dict({"state": {}, "param_groups": groups})
