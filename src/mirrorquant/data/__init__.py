@@ -12,18 +12,18 @@ import re
 from os import PathLike
 from pathlib import Path
 
+from . import cifar, digits, fashion_mnist, folder, synthetic, tiny_imagenet
 from .base import Data, DataError, Images
-from .cifar import cifar10, cifar100
-from .digits import digits
-from .fashion_mnist import fashion_mnist
-from .folder import SIZE, folder
 from .loader import Loader, clean_batches
-from .synthetic import synthetic
-from .tiny_imagenet import tiny_imagenet
 
 __all__ = ["Data", "DataError", "Images", "Loader", "clean_batches", "load", "names"]
 
-_SETS = {"cifar10": cifar10, "cifar100": cifar100, "tinyimagenet": tiny_imagenet, "fashion-mnist": fashion_mnist}
+_SETS = {
+    "cifar10": cifar.cifar10,
+    "cifar100": cifar.cifar100,
+    "tinyimagenet": tiny_imagenet.load,
+    "fashion-mnist": fashion_mnist.load,
+}
 _FORMS = ("folder:PATH", "synthetic:CxHxW:CLASSES")
 
 
@@ -49,14 +49,21 @@ def load(name: str, root: str | PathLike[str] = "data", *, download: bool = True
     Traceback (most recent call last):
     mirrorquant.data.base.DataError: There is no data set 'cifar-10'. Did you mean 'cifar10'? ...
     """
+    try:
+        return _load(name, Path(root), download)
+    except OSError as error:
+        raise DataError(f"{name}: {error}. Check that the folder and what is in it can be read.") from error
+
+
+def _load(name: str, root: Path, download: bool) -> Data:
     if name in _SETS:
-        return _SETS[name](Path(root), download=download)
+        return _SETS[name](root, download=download)
     if name == "digits":
-        return digits()
+        return digits.load()
     if match := re.fullmatch(r"folder:(.+?)(?::(\d{1,6}))?", name):
-        return folder(Path(match[1]), int(match[2] or SIZE))
+        return folder.load(Path(match[1]), int(match[2] or folder.SIZE))
     if match := re.fullmatch(r"synthetic:(\d{1,6})x(\d{1,6})x(\d{1,6}):(\d{1,6})", name, re.ASCII):
-        return synthetic(int(match[1]), int(match[2]), int(match[3]), int(match[4]))
+        return synthetic.load(int(match[1]), int(match[2]), int(match[3]), int(match[4]))
     near = difflib.get_close_matches(name.lower(), names(), n=1, cutoff=0.4)
     guess = f" Did you mean {near[0]!r}?" if near else ""
     raise DataError(f"There is no data set {name!r}.{guess} There are {', '.join(names())}.")

@@ -119,7 +119,7 @@ def read(path: Path, size: int, remedy: str) -> bytearray:
     return content
 
 
-def check_digest(path: Path, content: bytes | bytearray, sha256: str | None, remedy: str) -> None:
+def check_digest(path: Path, content: bytearray | memoryview, sha256: str | None, remedy: str) -> None:
     """Refuse a file whose content is not the one with this SHA-256; `None` checks nothing."""
     if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
         raise DataError(f"{path} is altered: its SHA-256 is not the expected {sha256}. {remedy}")

@@ -42,7 +42,7 @@ SHA256: dict[str, str | None] = {  # of what they hold
 CLASSES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
 
-def fashion_mnist(root: Path, *, download: bool) -> Data:
+def load(root: Path, *, download: bool) -> Data:
     """Fashion-MNIST from the first folder that has one of its files, or downloaded to `root/fashion-mnist`."""
     own = root / "fashion-mnist"
     remedy = f"Put the four files {', '.join(f'{name}.gz' for name in SHAPES)} of {URL} in {own}."

@@ -22,7 +22,7 @@ LAYOUT = "Expected PATH/train/<class>/*.png and PATH/val or PATH/test alike, or 
 Files = dict[str, list[Path]]
 
 
-def folder(path: Path, size: int = SIZE) -> Data:
+def load(path: Path, size: int = SIZE) -> Data:
     """The images under `path`; mean and standard deviation are those of the training images."""
     if not path.is_dir():
         raise DataError(f"{path} is not a folder. {LAYOUT}")

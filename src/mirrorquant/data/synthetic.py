@@ -9,10 +9,10 @@ from .base import Data, DataError, Images
 TRAIN, VAL, TEST = 1000, 200, 200
 
 
-def synthetic(channels: int, height: int, width: int, classes: int) -> Data:
+def load(channels: int, height: int, width: int, classes: int) -> Data:
     """1,000 training, 200 validation and 200 test images; the same ones each time.
 
-    >>> synthetic(3, 8, 8, 10).train.images.shape
+    >>> load(3, 8, 8, 10).train.images.shape
     torch.Size([1000, 3, 8, 8])
     """
     if not (1 <= channels <= 16 and 1 <= height <= 512 and 1 <= width <= 512 and 2 <= classes <= 1000):
