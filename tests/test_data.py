@@ -88,7 +88,7 @@ def test_cifar10_pickles_of_python_2_are_read(tmp_path, cifar10_records):
             b"\x80\x02}q\x01(U\x06labelsq\x04]q\x05(" + labels + b"eU\x04dataq\x06"
             b"cnumpy.core.multiarray\n_reconstruct\nq\x07cnumpy\nndarray\nq\x08K\x00\x85U\x01b\x87Rq\t(K\x01K\x14M\x00\x0c\x86"
             b"cnumpy\ndtype\nq\nU\x02u1K\x00K\x01\x87Rq\x0b(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T"
-            + len(pixels).to_bytes(4, "little") + pixels + b"tbu."
+            + len(pixels).to_bytes(4, "little") + pixels + b"tbU\tfilenames]r\x00\x01\x00\x00(U\x05a.pngeu."
         )  # fmt: skip
     check_cifar10(load("cifar10", tmp_path, download=False), cifar10_records)
 
@@ -113,6 +113,16 @@ def test_a_pickle_that_names_anything_else_is_refused_by_name(tmp_path, cifar10_
     with pytest.raises(DataError, match=f"data_batch_3 is refused: it names {name.replace('numpy', 'numpy.*')}"):
         load("cifar10", tmp_path, download=False)
     assert not victim.exists()
+
+
+@pytest.mark.parametrize(
+    "opcode", [b"\x96" + bytes(7) + b"\x7f", b"K\x01r\xff\xff\xff\x7f", b"\x82\x01", b"Psome id\n", b"\x81", b"cos\n"]
+)
+def test_a_pickle_that_asks_for_memory_or_for_objects_is_refused_unread(tmp_path, cifar10_records, opcode):
+    write_pickles(tmp_path / "cifar-10-batches-py", cifar10_records)
+    (tmp_path / "cifar-10-batches-py" / "data_batch_5").write_bytes(b"\x80\x02" + opcode + b".")
+    with pytest.raises(DataError, match="data_batch_5 is refused"):
+        load("cifar10", tmp_path, download=False)
 
 
 @pytest.mark.parametrize("held", [None, [], {}, {b"labels": [1] * RECORDS}, {b"labels": [-1] * RECORDS, b"data": 0}])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import pickletools
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,24 @@ ALLOWED = {
 }
 
 
+_OPCODES = """
+PROTO FRAME MARK STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 SHORT_BINSTRING BINSTRING SHORT_BINBYTES BINBYTES
+SHORT_BINUNICODE BINUNICODE EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
+BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE BUILD
+"""
+OPCODES = frozenset(_OPCODES.split())
+MEMO = 100_000  # objects that may be remembered; Python makes room for as many as the highest number used
+
+
+def _check_opcodes(content: bytes) -> None:
+    """Refuse what needs no running to be refused, such as a number that asks for more memory than there is."""
+    for opcode, argument, place in pickletools.genops(content):
+        if opcode.name not in OPCODES:
+            raise pickle.UnpicklingError(f"it has the opcode {opcode.name} at byte {place}, which data has no use for")
+        if opcode.name == "LONG_BINPUT" and argument is not None and argument > MEMO:
+            raise pickle.UnpicklingError(f"it remembers object {argument} at byte {place}, expected {MEMO} at most")
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         if (module, name) not in ALLOWED:
@@ -73,6 +92,7 @@ def unpickle(path: Path, *, limit: int, remedy: str) -> object:
     if len(content) > limit:
         raise DataError(f"{path} has more than {limit:,} bytes. {remedy}")
     try:
+        _check_opcodes(content)
         loaded = _Unpickler(io.BytesIO(content), encoding="bytes").load()
         if isinstance(loaded, dict):
             return {key: value.tensor() if isinstance(value, _Array) else value for key, value in loaded.items()}
