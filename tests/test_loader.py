@@ -128,6 +128,14 @@ def test_boxes_of_resized_crops_lie_inside_the_image(height, width, seed):
     assert (crop.apply(images, drawn) == 200).all()
 
 
+def test_the_largest_images_are_resized_exactly_and_larger_ones_refused():
+    white = torch.full((1, 1, 1024, 2048), 255, dtype=torch.uint8)
+    draws = ResizedCrop().draw(1, 1024, 2048, torch.Generator().manual_seed(0))
+    assert (ResizedCrop().apply(white, draws) == 255).all()
+    with pytest.raises(ValueError, match="images have 1024×2049 pixels, expected 2,097,152 at most"):
+        ResizedCrop().draw(1, 1024, 2049, torch.Generator())
+
+
 def usual_box(height, width, chance):
     for _ in range(10):
         area = height * width * chance.uniform(0.08, 1.0)

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+PIXELS = 1 << 21  # with more, the sums of `ResizedCrop.apply` do not fit 32 bits
+
 
 @dataclass(frozen=True)
 class Crop:
@@ -55,8 +57,9 @@ class ResizedCrop:
 
     def draw(self, count: int, height: int, width: int, generator: Generator) -> Tensor:
         """Top, left, height and width of the box and flipped (0 or 1) for each image: count×5 of int64."""
-        tries = (count, 10)
-        uniform = torch.rand(4, *tries, generator=generator, dtype=torch.float64)
+        if height * width > PIXELS:
+            raise ValueError(f"images have {height}×{width} pixels, expected {PIXELS:,} at most. Load them smaller.")
+        uniform = torch.rand(4, count, 10, generator=generator, dtype=torch.float64)
         area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * uniform[0])
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         ratio = torch.exp(low + (high - low) * uniform[1])
