@@ -1,0 +1,130 @@
+"""Augmentation of whole batches on their device, from random numbers drawn beforehand.
+
+An augmentation is two functions. `draw` makes the random numbers of many images at once, with a generator on the CPU;
+`apply` turns a batch of images and its share of those numbers into a batch of images. It stays with integers
+throughout, so that the CPU and a GPU give the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+PIXELS = 1 << 21  # with more, the sums of `ResizedCrop.apply` do not fit 32 bits
+
+
+@dataclass(frozen=True)
+class Crop:
+    """Pad with `padding` black pixels all around, cut out a random window of the former size, and flip half of them.
+
+    >>> Crop(padding=0, flip=False).apply(torch.eye(2).byte()[None, None], torch.tensor([[0, 0, 1]])).tolist()
+    [[[[0, 1], [1, 0]]]]
+    """
+
+    padding: int
+    flip: bool
+
+    def draw(self, count: int, height: int, width: int, generator: Generator) -> Tensor:
+        """Top, left and flipped (0 or 1) for each image: count×3 of int64."""
+        corner = torch.randint(0, 2 * self.padding + 1, (count, 2), generator=generator)
+        return torch.cat([corner, _flips(count, self.flip, generator)], 1)
+
+    def apply(self, images: Tensor, draws: Tensor) -> Tensor:
+        """The windows that `draws` tells of, from N×C×H×W of uint8."""
+        height, width = images.shape[2:]
+        top, left, flipped = draws.unbind(1)
+        rows = top[:, None] + torch.arange(height, device=images.device)
+        columns = left[:, None] + _columns(width, flipped)
+        return _window(F.pad(images, (self.padding,) * 4), rows, columns)
+
+
+@dataclass(frozen=True)
+class ResizedCrop:
+    """Cut out a random box, resize it (bilinear) to the former size, and flip half of them.
+
+    The box takes a share of the area drawn uniformly from `scale` and has a ratio of width to height drawn from
+    `ratio`, uniformly in its logarithm. Where ten draws give no box that fits, it is the largest central one of an
+    allowed ratio.
+    """
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: bool = True
+
+    def draw(self, count: int, height: int, width: int, generator: Generator) -> Tensor:
+        """Top, left, height and width of the box and flipped (0 or 1) for each image: count×5 of int64."""
+        if height * width > PIXELS:
+            raise ValueError(f"images have {height}×{width} pixels, expected {PIXELS:,} at most. Load them smaller.")
+        uniform = torch.rand(4, count, 10, generator=generator, dtype=torch.float64)
+        area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * uniform[0])
+        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        ratio = torch.exp(low + (high - low) * uniform[1])
+        w, h = (area * ratio).sqrt().round().long(), (area / ratio).sqrt().round().long()
+        fits = (w >= 1) & (w <= width) & (h >= 1) & (h <= height)
+        first = fits.int().argmax(1, keepdim=True)
+        w, h, y, x = (t.gather(1, first)[:, 0] for t in (w, h, uniform[2], uniform[3]))
+        central_h = min(height, max(1, round(width / self.ratio[0])))
+        central_w = min(width, max(1, round(height * self.ratio[1])))
+        none = ~fits.any(1)
+        w, h = w.masked_fill(none, central_w), h.masked_fill(none, central_h)
+        top = ((height - h + 1) * y).long().where(~none, (height - h) // 2)
+        left = ((width - w + 1) * x).long().where(~none, (width - w) // 2)
+        return torch.cat([torch.stack([top, left, h, w], 1), _flips(count, self.flip, generator)], 1)
+
+    def apply(self, images: Tensor, draws: Tensor) -> Tensor:
+        """The boxes that `draws` tells of, resized and rounded, from N×C×H×W of uint8."""
+        height, width = images.shape[2:]
+        top, left, box_height, box_width, flipped = draws.unbind(1)
+        row, next_row, down = _between(torch.arange(height, device=images.device), height, top, box_height)
+        column, next_column, right = _between(_columns(width, flipped), width, left, box_width)
+        right = right[:, None, None, :]
+        upper = _window(images, row, column) * (2 * width - right) + _window(images, row, next_column) * right
+        lower = _window(images, next_row, column) * (2 * width - right) + _window(images, next_row, next_column) * right
+        down = down[:, None, :, None]
+        whole = 4 * height * width
+        return ((upper * (2 * height - down) + lower * down + whole // 2) // whole).byte()
+
+
+AUGMENTATIONS: dict[str, Crop | ResizedCrop] = {
+    "none": Crop(padding=0, flip=False),
+    "shift": Crop(padding=1, flip=False),
+    "crop": Crop(padding=4, flip=False),
+    "crop-flip": Crop(padding=4, flip=True),
+    "resized-crop-flip": ResizedCrop(),
+}
+
+
+def _flips(count: int, flip: bool, generator: Generator) -> Tensor:
+    return torch.randint(0, 2 if flip else 1, (count, 1), generator=generator)
+
+
+def _columns(width: int, flipped: Tensor) -> Tensor:
+    """For each image the columns from left to right, or from right to left where it is flipped."""
+    columns = torch.arange(width, device=flipped.device)
+    return torch.where(flipped[:, None].bool(), columns.flip(0), columns)
+
+
+def _window(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """The pixels of image i at `rows[i]` and `columns[i]`, in all channels."""
+    count, channels = images.shape[:2]
+    image = torch.arange(count, device=images.device)[:, None, None, None]
+    channel = torch.arange(channels, device=images.device)[:, None, None]
+    return images[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def _between(index: Tensor, size: int, start: Tensor, length: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the pixels `index` of an image of `size` lie in a box that is stretched over it.
+
+    With the centres of pixels at half integers, pixel i lies at (i + 1/2)·length/size - 1/2, kept inside the box. In
+    units of 1/(2·size) that is an integer. Returned are the two pixels beside it and its distance to the first, in
+    those units.
+    """
+    start, length = start[:, None], length[:, None]
+    place = (2 * index + 1) * length - size
+    place = torch.minimum(place.clamp(min=0), 2 * size * (length - 1))
+    first = place // (2 * size)
+    return start + first, start + torch.minimum(first + 1, length - 1), (place % (2 * size)).int()

@@ -1,0 +1,152 @@
+"""What a data set is: images as bytes, three splits, and one error for everything that is wrong with a file."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+class DataError(ValueError):
+    """A data file is missing, damaged or not what it should be; the message names it and says what to do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images and their labels: `images` is N×C×H×W of uint8, `labels` is N of int64, indices into `classes`.
+
+    >>> two = Images(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]), ("cat", "dog"))
+    >>> len(two), two.shape
+    (2, (3, 8, 8))
+    """
+
+    images: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.images.dtype != torch.uint8 or self.images.dim() != 4:
+            found = f"{self.images.dtype} of shape {tuple(self.images.shape)}"
+            raise DataError(f"images are {found}, expected torch.uint8 of shape N×C×H×W")
+        if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
+            found = f"{self.labels.dtype} of shape {tuple(self.labels.shape)}"
+            raise DataError(f"labels are {found}, expected torch.int64 of shape ({len(self.images)},), one an image")
+        if len(self.images) == 0:
+            raise DataError("there are no images, expected at least one")
+        low, high = int(self.labels.min()), int(self.labels.max())
+        if low < 0 or high >= len(self.classes):
+            raise DataError(f"labels run from {low} to {high}, expected 0 to {len(self.classes) - 1}, one a class")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of one image."""
+        channels, height, width = self.images.shape[1:]
+        return channels, height, width
+
+    def to(self, device: torch.device | str) -> Images:
+        """The same images on another device."""
+        return replace(self, images=self.images.to(device), labels=self.labels.to(device))
+
+    def take(self, index: slice | Tensor) -> Images:
+        """Some of the images: a slice shares memory, a tensor of indices copies.
+
+        >>> two = Images(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 1]), ("cat", "dog"))
+        >>> two.take(slice(1, 2)).labels
+        tensor([1])
+        """
+        return replace(self, images=self.images[index], labels=self.labels[index])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Data:
+    """A data set: its three splits, how its images are normalised, and how they are augmented in training.
+
+    `mean` and `std` are those of pixels scaled to 0..1, one number a channel. `augment` is a name that `Loader` takes.
+    """
+
+    name: str
+    train: Images
+    val: Images
+    test: Images
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    augment: str
+
+    def __post_init__(self) -> None:
+        for split, images in (("val", self.val), ("test", self.test)):
+            if images.shape != self.train.shape or images.classes != self.train.classes:
+                raise DataError(f"{self.name}: the {split} images differ from the training images in shape or classes")
+        if not len(self.mean) == len(self.std) == self.shape[0] or min(self.std) <= 0:
+            expected = f"{self.shape[0]} each, one a channel, std above 0"
+            raise DataError(f"{self.name}: mean {self.mean} and std {self.std}, expected {expected}")
+
+    def __repr__(self) -> str:
+        splits = f"{len(self.train)} train, {len(self.val)} val, {len(self.test)} test images"
+        return f"{self.name}: {splits} of {'×'.join(map(str, self.shape))} in {len(self.classes)} classes"
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of one image."""
+        return self.train.shape
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, in the order of the labels."""
+        return self.train.classes
+
+    def to(self, device: torch.device | str) -> Data:
+        """The same data on another device; splits that are one object stay one."""
+        moved = {id(split): split.to(device) for split in (self.train, self.val, self.test)}
+        return replace(self, train=moved[id(self.train)], val=moved[id(self.val)], test=moved[id(self.test)])
+
+
+def read(path: Path, size: int, remedy: str) -> bytearray:
+    """The bytes of a file that must have exactly `size` of them."""
+    try:
+        with path.open("rb") as file:
+            content = bytearray(file.read(size + 1))
+            found = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error}). {remedy}") from error
+    if found != size or len(content) != size:
+        raise DataError(f"{path} has {found:,} bytes, expected {size:,}. {remedy}")
+    return content
+
+
+def check_digest(path: Path, content: bytearray | memoryview, sha256: str | None, remedy: str) -> None:
+    """Refuse a file whose content is not the one with this SHA-256; `None` checks nothing."""
+    if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
+        raise DataError(f"{path} is altered: its SHA-256 is not the expected {sha256}. {remedy}")
+
+
+def shuffled(count: int, key: str) -> list[int]:
+    """The numbers below `count` in an order that depends on `key` alone, whatever the version of Python or torch.
+
+    >>> shuffled(5, "faces")
+    [0, 2, 3, 4, 1]
+    """
+    return sorted(range(count), key=lambda i: hashlib.sha256(f"{key}:{i}".encode()).digest())
+
+
+def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel, for pixels scaled to 0..1; exact sums, so the same on every machine.
+
+    A channel of one value gets the standard deviation of one grey level, so that dividing by it is safe.
+
+    >>> statistics(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
+    ((0.5,), (0.5,))
+    """
+    grey = torch.arange(256)
+    mean, std = [], []
+    for channel in images.unbind(1):
+        count = torch.bincount(channel.flatten(), minlength=256)
+        n, total, squares = channel.numel(), int((count * grey).sum()), int((count * grey**2).sum())
+        mean.append(total / n / 255)
+        std.append(max((n * squares - total**2) ** 0.5 / n, 1.0) / 255)
+    return tuple(mean), tuple(std)
