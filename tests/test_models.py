@@ -1,5 +1,6 @@
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mirrorquant import models
 
 SHAPES = {"digitsnet": (1, 8, 8), "mobilenetv2": (3, 8, 8), "resnet18": (3, 8, 8), "vgg16": (3, 32, 32)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Batches this small spend their time waiting for each other's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def empty(name: str, classes: int = 10, **options: object) -> nn.Module:
