@@ -1,0 +1,109 @@
+"""Models by name: those of this package, and any function that returns an ``nn.Module``."""
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from mirrorquant.models.digitsnet import digitsnet
+from mirrorquant.models.mobilenet import mobilenetv2
+from mirrorquant.models.resnet import resnet18
+from mirrorquant.models.vgg import vgg16
+
+_MODELS: dict[str, Callable[..., nn.Module]] = {
+    "digitsnet": digitsnet,
+    "mobilenetv2": mobilenetv2,
+    "resnet18": resnet18,
+    "vgg16": vgg16,
+}
+
+
+class ModelError(ValueError):
+    """A model that cannot be built as asked."""
+
+
+def names() -> list[str]:
+    """Names of the models of this package, sorted.
+
+    Example:
+        >>> from mirrorquant import models
+        >>> models.names()
+        ['digitsnet', 'mobilenetv2', 'resnet18', 'vgg16']
+    """
+    return sorted(_MODELS)
+
+
+def build(name: str, classes: int, **options: Any) -> nn.Module:
+    """Build a model by name, or by ``"module:function"`` for a function of one's own that returns a model.
+
+    Args:
+        name: one of :func:`names`, or ``"module:function"``. The function of a user is called with
+            ``classes=classes`` when it has a parameter of that name; otherwise it decides by itself how many logits
+            there are.
+        classes: number of logits.
+        options: passed to the function, for example ``affine=True`` or ``stem_stride=2``.
+
+    Returns:
+        The model, with the initialization that its layers have in torch; see :func:`initialize` for the paper's.
+
+    Raises:
+        ModelError: no such model, no such function, an option that it does not take, or a result that is not an
+            ``nn.Module``.
+
+    Example:
+        >>> from mirrorquant import models
+        >>> models.build("resnet18", 200, stem_stride=2).conv1.stride
+        (2, 2)
+        >>> models.build("mirrorquant.models:digitsnet", 26).fc.out_features
+        26
+        >>> models.build("resnet81", 10)
+        Traceback (most recent call last):
+        ...
+        mirrorquant.models.registry.ModelError: no model 'resnet81'; did you mean 'resnet18'? ...
+    """
+    function = _imported(name) if ":" in name else _own(name)
+    accepted = inspect.signature(function).parameters
+    if "classes" in accepted:
+        options["classes"] = classes
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    unknown = [] if takes_any else [option for option in options if option not in accepted]
+    if unknown:
+        raise ModelError(
+            f"model {name!r} does not take {unknown}, only {list(accepted)}: remove the option or fix its name"
+        )
+    model = function(**options)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{name!r} returned {type(model).__name__}, expected an nn.Module: return the model itself")
+    return model
+
+
+def _own(name: str) -> Callable[..., nn.Module]:
+    if name not in _MODELS:
+        near = difflib.get_close_matches(name, _MODELS, n=1, cutoff=0.0)
+        raise ModelError(
+            f"no model {name!r}; did you mean {near[0]!r}? Models are {', '.join(names())}, "
+            "or 'module:function' for a function of your own"
+        )
+    return _MODELS[name]
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ModelError(
+            f"model {name!r}: no module {error.name!r}, expected 'module:function' of something importable: "
+            "install it, or put its folder on PYTHONPATH"
+        ) from error
+    function: Callable[..., Any] | None = getattr(module, function_name, None)
+    if not callable(function):
+        near = difflib.get_close_matches(function_name, dir(module), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "check the part after the colon"
+        raise ModelError(f"model {name!r}: no function {function_name!r} in module {module_name!r}; {hint}")
+    return function

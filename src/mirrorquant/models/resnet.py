@@ -1,0 +1,81 @@
+"""ResNet-18, "adapted for CIFAR": a 3x3 stem without max-pool, then four stages of two basic blocks."""
+
+from torch import Tensor, nn
+from torch.nn.functional import relu
+
+_WIDTHS = (64, 128, 256, 512)
+_BLOCKS = 2
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut around them: relu(bn(conv(relu(bn(conv(x))))) + shortcut(x)).
+
+    The shortcut is the identity, or a 1x1 convolution with batch norm where the shape changes.
+    """
+
+    def __init__(self, inputs: int, width: int, stride: int, *, affine: bool) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width, affine=affine)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width, affine=affine)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != width:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, width, 1, stride, bias=False), nn.BatchNorm2d(width, affine=affine)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output, of ``width`` channels and 1/``stride`` of the resolution."""
+        residual = self.bn2(self.conv2(relu(self.bn1(self.conv1(x)))))
+        return relu(residual + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """A stem ``conv1``, stages ``layer1`` to ``layer4`` of basic blocks, global average pool, linear ``fc``."""
+
+    def __init__(self, classes: int, *, affine: bool, stem_stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, _WIDTHS[0], 3, stem_stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(_WIDTHS[0], affine=affine)
+        self.layer1 = _stage(_WIDTHS[0], _WIDTHS[0], stride=1, affine=affine)
+        self.layer2 = _stage(_WIDTHS[0], _WIDTHS[1], stride=2, affine=affine)
+        self.layer3 = _stage(_WIDTHS[1], _WIDTHS[2], stride=2, affine=affine)
+        self.layer4 = _stage(_WIDTHS[2], _WIDTHS[3], stride=2, affine=affine)
+        self.fc = nn.Linear(_WIDTHS[3], classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The logits of a batch of images."""
+        x = relu(self.bn1(self.conv1(images)))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        logits: Tensor = self.fc(x.mean((2, 3)))
+        return logits
+
+
+def resnet18(classes: int = 10, *, affine: bool = False, stem_stride: int = 1) -> ResNet:
+    """ResNet-18 for 32x32 colour images (``stem_stride=1``) or 64x64 ones (``stem_stride=2``).
+
+    "For TinyImageNet, the stride of the first convolutional layer of ResNet-18 is set to 2 to handle the image size."
+
+    Args:
+        classes: number of logits.
+        affine: whether batch norm has a learnable scale and shift; the paper keeps them only in REF, the float network.
+        stem_stride: stride of the first convolution.
+
+    Returns:
+        The model; for 10 classes and ``affine=False`` it has 11,164,362 parameters in 22 tensors: 17 convolutions, 3
+        shortcuts, the weight and the bias of the linear layer.
+
+    Example:
+        >>> from mirrorquant import models
+        >>> sizes = [parameter.numel() for parameter in models.resnet18().parameters()]
+        >>> len(sizes), sum(sizes)
+        (22, 11164362)
+    """
+    return ResNet(classes, affine=affine, stem_stride=stem_stride)
+
+
+def _stage(inputs: int, width: int, *, stride: int, affine: bool) -> nn.Sequential:
+    first = BasicBlock(inputs, width, stride, affine=affine)
+    rest = (BasicBlock(width, width, 1, affine=affine) for _ in range(_BLOCKS - 1))
+    return nn.Sequential(first, *rest)

@@ -1,0 +1,168 @@
+"""Recipes: the hyperparameters of every cell of the paper's tables, by name.
+
+A name says data set, model, levels and method as the tables do: ``cifar10/resnet18/binary/md-tanh-s``; the float
+network, REF, has no levels: ``cifar10/resnet18/ref``. PQ* and PMF* are ``pq-star`` and ``pmf-star``. The values are
+in one TOML file a data set, next to this module, laid out like the paper's hyperparameter tables.
+
+A recipe is a flat dictionary. Every one has
+
+=================  ===================================================================================================
+``data``           data set
+``model``          network, a name of :func:`mirrorquant.models.build`
+``method``         method; PQ* is ``pq`` with a ``skip``, PMF* is ``pmf``, PMF is ``pmf-authors``
+``optimizer``      ``"adam"`` or ``"sgd"``
+``lr``             learning_rate
+``lr_scale``       what the learning rate is multiplied by every ``lr_interval`` iterations; 1.0: no decay
+``lr_interval``    see ``lr_scale``
+``weight_decay``   weight_decay
+``iterations``     K of the setup table
+``batch_size``     b of the setup table
+``affine``         whether batch norm has learnable parameters: only in REF
+``skip``           parameters kept in float: shell-style patterns of a parameter's name or of a module above it
+=================  ===================================================================================================
+
+and, only where it has a meaning,
+
+=================  ===================================================================================================
+``levels``         ``"binary"`` or ``"ternary"``; not in REF
+``momentum``       of SGD
+``beta_scale``     what beta is multiplied by every ``beta_interval`` iterations, in the methods that anneal
+``beta_interval``  beta_scale_interval, see ``beta_scale``
+``beta_cap``       the largest beta
+``pq_rate``        regularization rate of PQ, "beta_scale" in its columns
+``finalize_at``    fraction of training after which PQ rounds for good
+``stem_stride``    stride of the first convolution of ResNet-18
+``paper``          test accuracy in the paper's table, in percent
+``note``           what is not as in the paper, or not printed there
+=================  ===================================================================================================
+"""
+
+import copy
+import difflib
+import functools
+import sys
+from importlib import resources
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["RecipeError", "get", "names"]
+
+_LEVELS = ("binary", "ternary")
+_TABLES = ("ref", *_LEVELS)
+_TYPES: dict[str, type] = {
+    "affine": bool,
+    "batch_size": int,
+    "beta_cap": float,
+    "beta_interval": int,
+    "beta_scale": float,
+    "finalize_at": float,
+    "iterations": int,
+    "lr": float,
+    "lr_interval": int,
+    "lr_scale": float,
+    "method": str,
+    "momentum": float,
+    "note": str,
+    "optimizer": str,
+    "paper": float,
+    "pq_rate": float,
+    "skip": list,
+    "stem_stride": int,
+    "weight_decay": float,
+}
+
+
+class RecipeError(ValueError):
+    """A recipe that does not exist, or a TOML file that does not make sense."""
+
+
+def names() -> list[str]:
+    """Names of all recipes, sorted.
+
+    Example:
+        >>> from mirrorquant.train import recipes
+        >>> [name for name in recipes.names() if name.startswith("cifar100/mobilenetv2")]
+        ['cifar100/mobilenetv2/binary/bc', 'cifar100/mobilenetv2/binary/md-softmax-s',
+         'cifar100/mobilenetv2/binary/md-tanh-s', 'cifar100/mobilenetv2/ref']
+    """
+    return sorted(_recipes())
+
+
+def get(name: str) -> dict[str, Any]:
+    """The recipe of that name, with every default filled in.
+
+    Args:
+        name: one of :func:`names`.
+
+    Returns:
+        A fresh dictionary, the caller's to change; its keys are those of this module's documentation.
+
+    Raises:
+        RecipeError: there is no such recipe.
+
+    Example:
+        >>> from mirrorquant.train import recipes
+        >>> recipe = recipes.get("cifar10/resnet18/binary/md-tanh-s")
+        >>> recipe["lr"], recipe["beta_scale"], recipe["beta_interval"], recipe["paper"]
+        (0.001, 1.02, 200, 93.18)
+        >>> recipes.get("cifar10/resnet18/md-tanh-s")
+        Traceback (most recent call last):
+        ...
+        mirrorquant.train.recipes.RecipeError: no recipe 'cifar10/resnet18/md-tanh-s'; did you mean
+        'cifar10/...md-tanh-s'? ...
+    """
+    recipes = _recipes()
+    if name not in recipes:
+        near = difflib.get_close_matches(name, recipes, n=1, cutoff=0.0)
+        raise RecipeError(f"no recipe {name!r}; did you mean {near[0]!r}? names() lists all {len(recipes)}")
+    return copy.deepcopy(recipes[name])
+
+
+@functools.cache
+def _recipes() -> dict[str, dict[str, Any]]:
+    recipes: dict[str, dict[str, Any]] = {}
+    for file in resources.files(__name__).iterdir():
+        if file.name.endswith(".toml"):
+            recipes.update(_parse(file.name.removesuffix(".toml"), file.read_text(encoding="utf-8")))
+    return recipes
+
+
+def _parse(data: str, text: str) -> dict[str, dict[str, Any]]:
+    """The recipes of one file: [defaults], then values of the model, then of the method, then of the recipe itself."""
+    tables = tomllib.loads(text)
+    defaults, methods = tables.pop("defaults"), _rows(tables.pop("methods"))
+    recipes = {}
+    for model, table in tables.items():
+        shared = {key: value for key, value in table.items() if key not in _TABLES}
+        for path, row in _rows(table).items():
+            name = "/".join((data, model, *path))
+            if path not in methods:
+                raise RecipeError(
+                    f"{name}: no row for {path[-1]!r} in [methods] of {data}.toml: add one, empty if need be"
+                )
+            values = {**defaults, **shared, **methods[path], **row}
+            _check(name, values)
+            levels = {"levels": path[0]} if len(path) == 2 else {}
+            recipes[name] = {"data": data, "model": model, **levels, "method": path[-1], **values}
+    return recipes
+
+
+def _rows(table: dict[str, Any]) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Rows by their place in a table: ("ref",), ("binary", "bc"), ..."""
+    rows: dict[tuple[str, ...], dict[str, Any]] = {("ref",): table["ref"]} if "ref" in table else {}
+    for levels in _LEVELS:
+        rows.update({(levels, method): row for method, row in table.get(levels, {}).items()})
+    return rows
+
+
+def _check(name: str, values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if key not in _TYPES:
+            near = difflib.get_close_matches(key, _TYPES, n=1, cutoff=0.0)
+            raise RecipeError(f"{name}: unknown key {key!r}; did you mean {near[0]!r}? Keys are {', '.join(_TYPES)}")
+        if type(value) is not _TYPES[key]:
+            raise RecipeError(f"{name}: {key} = {value!r} is not {_TYPES[key].__name__}: write it as one")

@@ -1,0 +1,308 @@
+"""The recipes against the paper's tables, transcribed here a second time, in the layout of the paper."""
+
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+
+from mirrorquant import models
+from mirrorquant.train import recipes
+
+COLUMNS = ("cifar10/vgg16", "cifar10/resnet18", "cifar100/vgg16", "cifar100/resnet18", "tinyimagenet/resnet18")
+CLASSES = {"cifar10": 10, "cifar100": 100, "tinyimagenet": 200, "digits": 10, "fashion-mnist": 10}
+
+RES_BINARY = """
+    ref           93.33  94.84  71.50  76.31  58.35
+    bc            89.04  91.64  59.13  72.14  49.65
+    pq            85.41  90.76  39.61  65.13  44.32
+    pq-star       90.11  92.32  55.10  68.35  49.97
+    pmf           90.51  92.73  61.52  71.85  51.00
+    pmf-star      91.40  93.24  64.71  71.56  51.52
+    gd-tanh       91.47  93.27  60.67  71.46  51.43
+    md-softmax    90.47  91.28  56.25  68.49  46.52
+    md-tanh       91.64  92.97  61.31  72.13  54.62
+    md-softmax-s  91.30  93.28  63.97  72.18  51.81
+    md-tanh-s     91.53  93.18  61.69  72.18  52.32
+"""
+RES_TERNARY = """
+    pq            83.32  90.50  32.16  59.18  41.46
+    pq-star       92.20  93.85  57.64  70.98  45.72
+    gd-tanh       91.21  93.20  53.88  69.48  50.65
+    md-softmax-s  91.69  93.30  65.11  72.01  52.21
+    md-tanh-s     91.70  93.42  66.15  71.29  52.69
+"""
+RES_MOBILENET = """
+    ref           93.67  73.97
+    bc            86.84  65.04
+    md-softmax-s  89.71  66.40
+    md-tanh-s     89.99  66.63
+"""
+
+# Rows: learning_rate, lr_scale, beta_scale, beta_scale_interval, and weight_decay where the paper's table has it.
+HYPER1_METHODS = "md-softmax md-tanh md-softmax-s md-tanh-s pmf-star gd-tanh bc pq"
+HYPER1 = {
+    "cifar10/resnet18": """
+        0.001   0.001   0.001   0.001   0.001   0.001   0.001   0.01
+        0.2     0.3     0.3     0.3     0.3     0.3     0.3     0.5
+        1.02    1.01    1.02    1.02    1.1     1.1     -       0.0001
+        200     100     200     200     1000    1000    -       -
+    """,
+    "cifar100/resnet18": """
+        0.001   0.001   0.001   0.001   0.001   0.001   0.001   0.1
+        0.2     0.3     0.2     0.2     0.3     0.5     0.2     -
+        1.05    1.05    1.1     1.2     1.01    1.01    -       0.001
+        500     500     200     500     100     100     -       -
+    """,
+    "cifar10/vgg16": """
+        0.01    0.001   0.001   0.001   0.001   0.001   0.0001  0.01
+        0.2     0.3     0.3     0.2     0.5     0.3     0.3     0.5
+        1.05    1.1     1.2     1.2     1.05    1.1     -       0.0001
+        500     1000    2000    2000    500     1000    -       -
+    """,
+    "cifar100/vgg16": """
+        0.001   0.001   0.0001  0.001   0.0001  0.001   0.0001  0.01
+        0.3     0.3     0.2     0.5     0.5     0.5     0.2     0.5
+        1.01    1.05    1.2     1.05    1.02    1.1     -       0.0001
+        100     500     500     500     200     1000    -       -
+    """,
+    "tinyimagenet/resnet18": """
+        0.001   0.001   0.001   0.001   0.001   0.001   0.001   0.01
+        0.2     0.5     0.1     0.1     0.5     0.5     0.5     -
+        1.02    1.2     1.02    1.2     1.01    1.01    -       0.0001
+        200     2000    100     500     100     100     -       -
+    """,
+}
+HYPER2_METHODS = "ref md-softmax-s md-tanh-s gd-tanh pq pq-star"
+HYPER2 = {
+    "cifar10/resnet18": """
+        0.1     0.001   0.01    0.01    0.01    0.01
+        0.3     0.3     0.2     0.5     0.3     -
+        -       1.05    1.2     1.02    0.0001  0.0001
+        -       500     1000    500     -       -
+        0.0001  0       0       0       0       0.0001
+    """,
+    "cifar100/resnet18": """
+        0.1     0.001   0.001   0.01    0.01    0.001
+        0.1     0.1     0.5     0.5     0.2     -
+        -       1.1     1.1     1.02    0.0001  0.0001
+        -       100     500     1000    -       -
+        0.0001  0       0       0       0       0.0001
+    """,
+    "cifar10/vgg16": """
+        0.1     0.001   0.01    0.01    0.01    0.1
+        0.2     0.3     0.3     0.3     -       -
+        -       1.05    1.1     1.01    1e-07   0.0001
+        -       500     1000    500     -       -
+        0.0001  0       0       0       0       0.0001
+    """,
+    "cifar100/vgg16": """
+        0.1     0.0001  0.001   0.01    0.01    0.0001
+        0.2     0.3     0.5     0.2     -       -
+        -       1.05    1.1     1.05    0.0001  0.0001
+        -       100     500     2000    -       -
+        0.0001  0       0       0       0       0.0001
+    """,
+    "tinyimagenet/resnet18": """
+        0.1     0.001   0.01    0.01    0.01    0.01
+        0.1     0.1     0.1     0.5     -       -
+        -       1.2     1.2     1.05    0.01    0.0001
+        -       500     2000    2000    -       -
+        0.0001  0       0       0       0       0.0001
+    """,
+}
+HYPER3_METHODS = "ref bc md-softmax-s md-tanh-s"
+HYPER3 = {
+    "cifar10/mobilenetv2": """
+        0.01    0.001   0.01    0.01
+        0.5     0.5     0.3     0.2
+        -       -       1.1     1.2
+        -       -       1000    2000
+        0.0001  0       0       0
+    """,
+    "cifar100/mobilenetv2": """
+        0.01    0.001   0.01    0.01
+        0.5     0.2     0.1     0.1
+        -       -       1.1     1.02
+        -       -       500     100
+        0.0001  0       0       0
+    """,
+}
+
+
+def name_of(column: str, levels: str, method: str) -> str:
+    return f"{column}/ref" if method == "ref" else f"{column}/{levels}/{method}"
+
+
+def accuracies() -> dict[str, float]:
+    cells = {}
+    mobilenet = ("cifar10/mobilenetv2", "cifar100/mobilenetv2")
+    for table, columns, levels in (
+        (RES_BINARY, COLUMNS, "binary"),
+        (RES_TERNARY, COLUMNS, "ternary"),
+        (RES_MOBILENET, mobilenet, "binary"),
+    ):
+        for line in table.strip().splitlines():
+            method, *row = line.split()
+            cells.update({name_of(c, levels, method): float(x) for c, x in zip(columns, row, strict=True)})
+    return cells
+
+
+def hyperparameters() -> dict[str, list[str]]:
+    """Columns of the hyperparameter tables as printed; PMF and binary PQ* have none and borrow one."""
+    columns = {}
+    for table, methods, levels in (
+        (HYPER1, HYPER1_METHODS, "binary"),
+        (HYPER2, HYPER2_METHODS, "ternary"),
+        (HYPER3, HYPER3_METHODS, "binary"),
+    ):
+        for column, text in table.items():
+            rows = [line.split() for line in text.strip().splitlines()]
+            for method, *values in zip(methods.split(), *rows, strict=True):
+                columns[name_of(column, levels, method)] = values
+    for column in COLUMNS:
+        columns[f"{column}/binary/pmf"] = columns[f"{column}/binary/pmf-star"]
+        columns[f"{column}/binary/pq-star"] = columns[f"{column}/binary/pq"]
+    return columns
+
+
+PAPER = [name for name in recipes.names() if name.startswith(COLUMNS) or "mobilenetv2" in name]
+
+
+def test_every_cell_of_the_three_tables_is_there_and_nothing_else() -> None:
+    assert len(PAPER) == 5 * 11 + 5 * 5 + 2 * 4
+    assert set(PAPER) == set(accuracies()) == set(hyperparameters())
+    others = {name.rpartition("digitsnet/")[2] for name in set(recipes.names()) - set(PAPER)}
+    assert others == {"ref", "binary/bc", "binary/md-tanh-s"}
+    assert len(set(recipes.names())) == len(recipes.names()) == len(PAPER) + 6
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_accuracy_and_hyperparameters_are_the_papers(name: str) -> None:
+    recipe = recipes.get(name)
+    lr, lr_scale, beta_scale, beta_interval, weight_decay = [*hyperparameters()[name], "0"][:5]
+    assert recipe["paper"] == accuracies()[name]
+    assert recipe["lr"] == float(lr)
+    assert recipe["lr_scale"] == (1.0 if lr_scale == "-" else float(lr_scale))
+    assert recipe["weight_decay"] == float(weight_decay)
+    rate = recipe.get("pq_rate" if recipe["method"] == "pq" else "beta_scale")
+    assert rate == (None if beta_scale == "-" else float(beta_scale))
+    assert recipe.get("beta_interval") == (None if beta_interval == "-" else int(beta_interval))
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_setup_is_the_papers(name: str) -> None:
+    recipe = recipes.get(name)
+    sgd = name.endswith("/ref")
+    assert (recipe["iterations"], recipe["batch_size"], recipe["lr_interval"]) == (100_000, 128, 30_000)
+    assert recipe["optimizer"] == ("sgd" if sgd else "adam")
+    assert recipe.get("momentum") == (0.9 if sgd else None)
+    assert recipe.get("stem_stride") == (2 if recipe["data"] == "tinyimagenet" else None)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_recipe_says_what_its_name_says(name: str) -> None:
+    recipe = recipes.get(name)
+    data, model, *levels, method = name.split("/")
+    methods = {"pq-star": "pq", "pmf-star": "pmf", "pmf": "pmf-authors"}
+    assert (recipe["data"], recipe["model"], recipe["method"]) == (data, model, methods.get(method, method))
+    assert [recipe[key] for key in ("levels",) if key in recipe] == levels
+    assert recipe["affine"] == (method == "ref")
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_keys_are_there_only_where_they_mean_something(name: str) -> None:
+    recipe = recipes.get(name)
+    anneals = recipe["method"] not in ("ref", "bc", "pq")
+    for key in ("beta_scale", "beta_interval", "beta_cap"):
+        assert (key in recipe) == anneals
+    assert recipe.get("beta_cap", 1e35) == 1e35
+    for key in ("pq_rate", "finalize_at"):
+        assert (key in recipe) == (recipe["method"] == "pq")
+    assert recipe.get("finalize_at", 0.6667) == 0.6667
+    assert ("note" in recipe) == (name.endswith("-star") or name.endswith("/pmf"))
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_skip_patterns_match_and_only_the_original_pq_setup_has_them(name: str) -> None:
+    recipe = recipes.get(name)
+    assert bool(recipe["skip"]) == name.endswith("pq-star")
+    kept = set()
+    for pattern in recipe["skip"]:
+        matched = {p for p in parameters(recipe) if any(fnmatchcase(path, pattern) for path in paths(p))}
+        assert matched, f"{pattern} matches no parameter of {recipe['model']}"
+        kept |= matched
+    if recipe["skip"]:
+        assert kept == float_in_the_original_pq(recipe)
+
+
+def parameters(recipe: dict[str, object]) -> dict[str, int]:
+    options = {"stem_stride": recipe["stem_stride"]} if "stem_stride" in recipe else {}
+    with torch.device("meta"):
+        model = models.build(str(recipe["model"]), CLASSES[str(recipe["data"])], affine=recipe["affine"], **options)
+    return {name: parameter.ndim for name, parameter in model.named_parameters()}
+
+
+def paths(parameter: str) -> list[str]:
+    """A parameter's name and the modules above it: a.b.weight, a.b, a."""
+    parts = parameter.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
+def float_in_the_original_pq(recipe: dict[str, object]) -> set[str]:
+    """Fully-connected layers and shortcuts; when binary also biases, when ternary also the first convolution."""
+    shapes = parameters(recipe)
+    linear = {name.rpartition(".")[0] for name, dimensions in shapes.items() if dimensions == 2}
+    kept = {name for name in shapes if name.rpartition(".")[0] in linear or "shortcut" in name}
+    if recipe["levels"] == "binary":
+        return kept | {name for name, dimensions in shapes.items() if dimensions == 1}
+    first = next(iter(shapes)).rpartition(".")[0]
+    return kept | {name for name in shapes if name.rpartition(".")[0] == first}
+
+
+def test_a_recipe_is_the_callers_own() -> None:
+    recipes.get("cifar10/resnet18/binary/pq-star")["skip"].clear()
+    assert recipes.get("cifar10/resnet18/binary/pq-star")["skip"]
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_ternary_has_no_ref_of_its_own(column: str) -> None:
+    with pytest.raises(recipes.RecipeError, match=f"no recipe '{column}/ternary/ref'; did you mean "):
+        recipes.get(f"{column}/ternary/ref")
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(recipes.RecipeError, match="did you mean 'cifar10/resnet18/binary/md-tanh-s'"):
+        recipes.get("cifar10/resnet18/binary/md-tanhs")
+
+
+GOOD = """
+[defaults]
+lr = 0.1
+[methods]
+ref = {}
+[methods.binary]
+bc = {}
+[net]
+ref = {}
+[net.binary]
+bc = { lr = 0.2 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("{ lr = 0.2 }", "{ lrr = 0.2 }", r"toy/net/binary/bc: unknown key 'lrr'; did you mean 'lr'"),
+        ("{ lr = 0.2 }", "{ lr = 1 }", r"toy/net/binary/bc: lr = 1 is not float"),
+        ("lr = 0.1", 'data = "toy"', r"unknown key 'data'"),
+        ("[net.binary]", "[net.binry]", r"unknown key 'binry'"),
+        ("[methods.binary]", "[methods.binry]", r"toy/net/binary/bc: no row for 'bc' in \[methods\] of toy.toml"),
+    ],
+)
+def test_a_mistake_in_a_file_is_an_error(old: str, new: str, message: str) -> None:
+    assert {name: recipe["lr"] for name, recipe in recipes._parse("toy", GOOD).items()} == {
+        "toy/net/ref": 0.1,
+        "toy/net/binary/bc": 0.2,
+    }
+    with pytest.raises(recipes.RecipeError, match=message):
+        recipes._parse("toy", GOOD.replace(old, new))
