@@ -1,0 +1,219 @@
+"""The configuration of a run: a recipe with every default filled in, and what was overridden."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirrorquant import anneal, methods, models
+from mirrorquant.levels import BINARY, TERNARY, Levels
+from mirrorquant.methods import Method
+from mirrorquant.optimizer import MirrorDescent
+from mirrorquant.select import split
+from mirrorquant.train import recipes
+
+__all__ = ["Config", "ConfigError"]
+
+
+class ConfigError(ValueError):
+    """A configuration that does not make sense; the message names the key or the file."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a run depends on. The first part comes from a recipe; any key can be overridden.
+
+    ``eval_every``: the rounded network is validated at this cadence. ``recalibrate``: training batches from which the
+    batch-norm statistics of the rounded network are taken anew before the final test; 0 keeps those of the soft
+    weights, as the paper does. ``precision``: float32, or bfloat16 autocast.
+    """
+
+    data: str = "digits"
+    model: str = "digitsnet"
+    method: str = "md-tanh-s"
+    levels: str = "binary"
+    optimizer: str = "adam"
+    lr: float = 0.001
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    lr_scale: float = 1.0
+    lr_interval: int = 30000
+    beta_scale: float = 1.02
+    beta_interval: int = 200
+    beta_cap: float = 1e35
+    pq_rate: float = 0.0001
+    finalize_at: float = 1.0
+    iterations: int = 100000
+    batch_size: int = 128
+    affine: bool = False
+    skip: list[str] = field(default_factory=list)
+    stem_stride: int = 1
+    seed: int = 0
+    eval_every: int = 100
+    log_every: int = 20
+    histogram_every: int = 0
+    checkpoint_every: int = 1000
+    recalibrate: int = 0
+    precision: str = "float32"
+    channels_last: bool = False
+    compile: bool = False
+    deterministic: bool = False
+    device: str = "auto"
+    data_root: str = "data"
+    recipe: str = ""
+    paper: float = 0.0
+    note: str = ""
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("lr_interval", "beta_interval", "iterations", "batch_size", "eval_every", "log_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, but it must be at least 1")
+        for name in ("lr", "lr_scale", "beta_cap"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}, but it must be positive")
+        for name, known in (("optimizer", ("adam", "sgd")), ("precision", ("float32", "bfloat16"))):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, but it must be one of {', '.join(known)}")
+        if not 0 < self.finalize_at <= 1:
+            raise ConfigError(f"finalize_at is {self.finalize_at}, but it is a fraction of training between 0 and 1")
+        try:
+            self.build_method()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    @classmethod
+    def from_recipe(cls, name: str, overrides: Sequence[str] = ()) -> Config:
+        """A recipe's configuration, changed by ``key=value`` strings; an unknown key is an error.
+
+        >>> Config.from_recipe("cifar10/resnet18/binary/bc", ["lrr=0.1"])
+        Traceback (most recent call last):
+        ...
+        mirrorquant.train.config.ConfigError: there is no key 'lrr'; did you mean 'lr'?
+        """
+        changed = dict(_parse(text) for text in overrides)
+        try:
+            return cls(**{**recipes.get(name), "recipe": name, **changed, "overrides": changed})
+        except recipes.RecipeError as error:
+            raise ConfigError(str(error)) from error
+
+    # What it describes.
+
+    def build_method(self) -> Method:
+        """The method, for its levels."""
+        return methods.get(self.method, parse_levels(self.levels))
+
+    def build_model(self, classes: int, channels: int) -> nn.Module:
+        """The model with the paper's initialization, drawn from the seed; a user's own model as it comes."""
+        torch.manual_seed(self.seed)
+        if ":" in self.model:
+            return models.build(self.model, classes)
+        options: dict[str, Any] = {"affine": self.affine}
+        options |= {"stem_stride": self.stem_stride} if self.model == "resnet18" else {}
+        options |= {"channels": channels} if self.model == "digitsnet" else {}
+        model = models.build(self.model, classes, **options)
+        models.initialize(model, torch.Generator().manual_seed(self.seed))
+        return model
+
+    def build_optimizer(self, model: nn.Module, batches_per_epoch: int) -> MirrorDescent:
+        """The base optimizer of the recipe, wrapped."""
+        groups = [{"params": list(model.named_parameters())}] if self.method == "ref" else split(model, skip=self.skip)
+        base: torch.optim.Optimizer
+        if self.optimizer == "sgd":
+            base = torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        else:
+            base = torch.optim.Adam(groups, lr=self.lr, weight_decay=self.weight_decay)
+        schedule: anneal.Schedule = anneal.geometric(self.beta_scale, every=self.beta_interval, cap=self.beta_cap)
+        if self.method == "pq":
+            schedule = anneal.linear(self.pq_rate, every=batches_per_epoch, start=0.0)
+        return MirrorDescent(base, method=self.build_method(), anneal=schedule)
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of iteration ``step``: scaled every ``lr_interval`` iterations."""
+        return self.lr * self.lr_scale ** (step // self.lr_interval)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device: CUDA where there is one, unless told."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            return torch.device(self.device)
+        except RuntimeError as error:
+            raise ConfigError(f"device is {self.device!r}, but it must be auto, cpu, cuda or cuda:N") from error
+
+    # Files: the exact bytes are checked, since a changed digit would be another experiment.
+
+    def as_dict(self) -> dict[str, Any]:
+        """The flat dictionary of all keys."""
+        return dataclasses.asdict(self)
+
+    def text(self) -> str:
+        """The file's content: JSON with its own checksum."""
+        content = self.as_dict()
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return json.dumps({**content, "sha256": digest}, indent=1) + "\n"
+
+    @classmethod
+    def load(cls, path: Path) -> Config:
+        """A configuration from a run's ``config.json``; an altered file is refused."""
+        remedy = "a run's configuration cannot be edited: start a new run with key=value overrides"
+        try:
+            text = path.read_text(encoding="utf-8")
+            content = json.loads(text)
+            content.pop("sha256")
+            config = cls(**content)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror}): is this the folder of a run?") from error
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"{path} is damaged ({type(error).__name__}); {remedy}") from error
+        if config.text() != text:
+            raise ConfigError(f"{path} was altered: its checksum does not fit; {remedy}")
+        return config
+
+
+def parse_levels(text: str) -> Levels:
+    """``binary``, ``ternary``, or numbers such as ``-1,0,0.5,1``.
+
+    >>> parse_levels("-1,0,0.5")
+    Levels(-1.0, 0.0, 0.5)
+    """
+    named = {"binary": BINARY, "ternary": TERNARY}
+    if text in named:
+        return named[text]
+    try:
+        return Levels(*map(float, text.split(",")))
+    except ValueError as error:
+        raise ConfigError(
+            f"levels is {text!r}, but it must be binary, ternary, or numbers like -1,0,1: {error}"
+        ) from error
+
+
+_TYPES = {f.name: str(f.type) for f in fields(Config) if f.name not in ("recipe", "overrides", "paper", "note")}
+
+
+def _parse(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} is no override: write key=value, as in lr=0.01")
+    if key not in _TYPES:
+        near = difflib.get_close_matches(key, _TYPES, 1, cutoff=0.4)
+        raise ConfigError(f"there is no key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    kind = _TYPES[key]
+    try:
+        if kind == "bool":
+            return key, {"true": True, "false": False, "1": True, "0": False}[value.lower()]
+        if kind == "list[str]":
+            return key, [part for part in value.split(",") if part]
+        return key, {"int": int, "float": float, "str": str}[kind](value)
+    except (ValueError, KeyError):
+        raise ConfigError(f"{key}={value}: {value!r} is not {'true or false' if kind == 'bool' else kind}") from None

@@ -1,0 +1,419 @@
+"""The training loop: one for all methods, on CPU and CUDA.
+
+One iteration: a training step; every ``eval_every`` iterations the *rounded* network is validated on clean images, and
+the best one kept; β and the learning rate follow their schedules. At the end the best rounded network is tested: that
+is the number of the paper's tables.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import platform
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mirrorquant._version import __version__
+from mirrorquant.data import Data, DataError, Images, Loader, clean_batches
+from mirrorquant.data import load as load_data
+from mirrorquant.methods import REF
+from mirrorquant.models.registry import ModelError
+from mirrorquant.optimizer import MirrorDescent
+from mirrorquant.train import checkpoint
+from mirrorquant.train.checkpoint import CheckpointError
+from mirrorquant.train.config import Config, ConfigError
+from mirrorquant.train.report import Metrics, Progress, read_metrics
+
+__all__ = ["Interrupted", "Run", "RunError", "accuracy", "recalibrate"]
+
+EVAL_BATCH = 500
+BINS = 61
+
+
+class RunError(RuntimeError):
+    """Training cannot start or go on; the message says why and what to do."""
+
+
+class Interrupted(RunError):
+    """A signal ended the run, after its checkpoint was written."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+class Run:
+    """A training run in a folder.
+
+    The folder holds ``config.json``, ``metrics.jsonl``, TensorBoard events, ``checkpoint.mq`` with its spare,
+    ``best.mq`` (the best rounded network) and ``summary.json``.
+    """
+
+    def __init__(self, config: Config, folder: Path, *, resume: bool = False, quiet: bool = False) -> None:
+        self.config, self.folder, self.quiet = config, folder, quiet
+        self.device = config.torch_device
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.lock = _Lock(folder)
+        try:
+            self._open(resume)
+            self._build()
+        except BaseException:
+            self.lock.release()
+            raise
+
+    @classmethod
+    def resume(cls, folder: Path, *, quiet: bool = False) -> Run:
+        """A run as its folder describes it, to be continued with ``train``."""
+        return cls(Config.load(folder / "config.json"), folder, resume=True, quiet=quiet)
+
+    def train(self) -> dict[str, Any]:
+        """Trains to the end and returns the summary; continues where a checkpoint stands."""
+        self._load_checkpoint()
+        self.metrics = Metrics(self.folder, self.step)
+        name = self.config.recipe or f"{self.config.data} {self.config.method}"
+        try:
+            with Progress(name, self.config.iterations, self.step, quiet=self.quiet) as progress, _signals() as stop:
+                for message in self.messages:
+                    progress.say(message)
+                self._iterate(progress, stop)
+            return self._finish()
+        finally:
+            self.metrics.close()
+            self.lock.release()
+
+    # Setting up.
+
+    def _open(self, resume: bool) -> None:
+        path = self.folder / "config.json"
+        if not resume and path.exists():
+            raise RunError(f"{self.folder} holds a run already: continue it with --resume, or choose another --out")
+        if not resume:
+            checkpoint.write_atomically(path, self.config.text().encode())
+
+    def _build(self) -> None:
+        config = self.config
+        self.data: Data = load_data(config.data, config.data_root).to(self.device)
+        channels = self.data.shape[0]
+        self.loader = self._loader(self.data.train, self.data.augment)
+        self.model = config.build_model(len(self.data.classes), channels).to(self.device)
+        if config.channels_last:
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.opt: MirrorDescent = config.build_optimizer(self.model, self.loader.batches_per_epoch)
+        self.network: Callable[[Tensor], Tensor] = torch.compile(self.model) if config.compile else self.model
+        self.step, self.seconds, self.best_step, self.best_accuracy = 0, 0.0, -1, -1.0
+        self.best: dict[str, Tensor] = {}
+        self.messages: list[str] = []
+
+    def _loader(self, images: Images, augment: str) -> Loader:
+        config = self.config
+        try:
+            return Loader(
+                images,
+                batch_size=config.batch_size,
+                augment=augment,
+                mean=self.data.mean,
+                std=self.data.std,
+                seed=config.seed,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    # Training.
+
+    def _iterate(self, progress: Progress, stop: _Stop) -> None:
+        config, total, count, began = self.config, torch.zeros((), device=self.device), 0, time.monotonic()
+        before = self.seconds
+        finalize_step = math.ceil(config.finalize_at * config.iterations)
+        while self.step < config.iterations:
+            if stop.number:
+                self._save_checkpoint()
+                raise Interrupted(
+                    f"stopped by {signal.Signals(stop.number).name} after iteration {self.step}; continue with "
+                    f"mirrorquant train --resume {self.folder}",
+                    stop.number,
+                )
+            total += self._train_step()
+            count += 1
+            self.step += 1
+            if self.step == finalize_step and self.step < config.iterations:
+                self.opt.finalize()
+            if self.step % config.log_every == 0 or self.step == config.iterations:
+                self.seconds = before + time.monotonic() - began
+                loss = float(total) / count
+                self._log(loss, progress)
+                total, count = torch.zeros((), device=self.device), 0
+            if self.step % config.eval_every == 0 or self.step == config.iterations:
+                self._validate(progress)
+            if config.histogram_every and (self.step % config.histogram_every == 0 or self.step == 1):
+                self._histograms()
+            if self.step % config.checkpoint_every == 0:
+                self.seconds = before + time.monotonic() - began
+                self._save_checkpoint()
+        self.seconds = before + time.monotonic() - began
+
+    def _train_step(self) -> Tensor:
+        for group in self.opt.param_groups:
+            group["lr"] = self.config.lr_at(self.step)
+        x, y = self.loader.batch(self.step)
+        if self.config.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        self.model.train()
+        self.opt.zero_grad()
+        with self._autocast():
+            loss = F.cross_entropy(self.network(x), y)
+        if self.device.type == "cpu" and not bool(torch.isfinite(loss)):
+            self._refuse_nan(x)
+        loss.backward()  # type: ignore[no-untyped-call]
+        try:
+            self.opt.step()
+        except ValueError as error:
+            raise RunError(f"{error}. The last checkpoint in {self.folder} is intact") from error
+        return loss.detach()
+
+    def _autocast(self) -> torch.autocast | nullcontext[None]:
+        if self.config.precision == "bfloat16":
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return nullcontext()
+
+    def _refuse_nan(self, x: Tensor) -> None:
+        """Names the first layer whose output is not finite."""
+        culprit = ["the loss itself"]
+
+        def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                if isinstance(output, Tensor) and not bool(torch.isfinite(output).all()) and len(culprit) == 1:
+                    culprit.append(f"layer {name} ({type(module).__name__})")
+
+            return hook
+
+        leaves = [(n, m) for n, m in self.model.named_modules() if not list(m.children())]
+        handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
+        with torch.no_grad():
+            self.model(x)
+        for handle in handles:
+            handle.remove()
+        raise RunError(
+            f"the loss is not finite at iteration {self.step}; it begins in {culprit[-1]}. Lower lr (it is "
+            f"{self.config.lr_at(self.step):g}) and start again; the last checkpoint in {self.folder} is intact"
+        )
+
+    def _log(self, loss: float, progress: Progress) -> None:
+        if not math.isfinite(loss):
+            self._refuse_nan(self.loader.batch(self.step - 1)[0])
+        lr, beta = self.config.lr_at(self.step - 1), self.opt.beta
+        self.metrics.write("train", self.step, loss=loss, lr=lr, beta=beta, seconds=round(self.seconds, 3))
+        best = f"  best val {self.best_accuracy:.2f} %" if self.best_step >= 0 else ""
+        progress.update(self.step, f"loss {loss:.3f}  beta {beta:.3g}{best}")
+
+    def _validate(self, progress: Progress) -> None:
+        with self.opt.quantized():
+            found, loss = self.evaluate(self.data.val)
+            self.metrics.write("val", self.step, accuracy=found, loss=loss)
+            if found >= self.best_accuracy:  # of equals the later one, which is closer to its levels
+                self.best_accuracy, self.best_step = found, self.step
+                self.best = copy.deepcopy({k: v.detach() for k, v in self.model.state_dict().items()})
+
+    def evaluate(self, images: Images) -> tuple[float, float]:
+        """Accuracy in percent and mean loss of the model as it stands."""
+        return accuracy(self.model, images, self.data, self._autocast())
+
+    @torch.no_grad()
+    def _histograms(self) -> None:
+        levels = self.config.build_method().levels
+        low, high = levels.centre - 1.1 * levels.radius, levels.centre + 1.1 * levels.radius
+        layers = {}
+        for name, p in self.model.named_parameters():
+            if p.dim() > 1:
+                counts = torch.histc(p.detach().float().clamp(low, high).cpu(), BINS, low, high)
+                layers[name] = [int(c) for c in counts]
+        self.metrics.write("weights", self.step, range=[low, high], layers=layers)
+
+    # Checkpoints.
+
+    def _save_checkpoint(self) -> None:
+        state = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "best_step": self.best_step,
+            "best_accuracy": self.best_accuracy,
+            "best": self.best,
+            "model": self.model.state_dict(),
+            "optimizer": self.opt.state_dict(),
+            "rng": torch.get_rng_state(),
+            "config": self.config.text(),
+        }
+        if self.device.type == "cuda":
+            state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
+        try:
+            checkpoint.save(self.folder / "checkpoint.mq", state)
+        except CheckpointError as error:
+            raise RunError(f"{error}. Free some space and continue with --resume {self.folder}") from error
+
+    def _load_checkpoint(self) -> None:
+        state = checkpoint.load_newest(self.folder / "checkpoint.mq", self.messages.append)
+        if state is None:
+            return
+        if state.get("config") != self.config.text():
+            raise RunError(f"{self.folder / 'checkpoint.mq'} belongs to another configuration than config.json")
+        self.opt.load_state_dict(state["optimizer"])
+        self.model.load_state_dict(state["model"])
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.best_step, self.best_accuracy = state["best_step"], state["best_accuracy"]
+        self.best = {k: v.to(self.device) for k, v in state["best"].items()}
+        torch.set_rng_state(state["rng"])
+        if "cuda_rng" in state and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+        self.messages.append(f"continuing after iteration {self.step}")
+
+    # The end.
+
+    def _finish(self) -> dict[str, Any]:
+        soft, _ = self.evaluate(self.data.test)
+        with self.opt.quantized():
+            last, _ = self.evaluate(self.data.test)
+        if not self.opt.finalized:
+            self.opt.finalize()
+        self._save_checkpoint()
+        self.model.load_state_dict(self.best)
+        if self.config.recalibrate:
+            batches = (self.loader.batch(k)[0] for k in range(self.config.recalibrate))
+            recalibrate(self.model, batches)
+        test, _ = self.evaluate(self.data.test)
+        checkpoint.save(self.folder / "best.mq", {"model": self.model.state_dict(), "config": self.config.text()})
+        summary = self._summary(test, soft, last)
+        checkpoint.write_atomically(self.folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+        return summary
+
+    def _summary(self, test: float, soft: float, last: float) -> dict[str, Any]:
+        rows = read_metrics(self.folder / "metrics.jsonl")
+        return {
+            "recipe": self.config.recipe or None,
+            "config": self.config.as_dict(),
+            "overrides": self.config.overrides,
+            "paper": self.config.paper or None,
+            "best_step": self.best_step,
+            "val_accuracy": self.best_accuracy,
+            "test_accuracy": test,
+            "test_accuracy_soft": soft,
+            "test_accuracy_last": last,
+            "seconds": round(self.seconds, 2),
+            "iterations_per_second": round(self.step / max(self.seconds, 1e-9), 2),
+            "versions": versions(self.device),
+            "curve": [[r["step"], round(r["accuracy"], 3)] for r in rows if r["kind"] == "val"],
+            "loss_curve": [[r["step"], round(r["loss"], 5)] for r in rows if r["kind"] == "train"],
+            "parameters": count_parameters(self.opt),
+        }
+
+
+def accuracy(
+    model: nn.Module, images: Images, data: Data, context: torch.autocast | nullcontext[None] | None = None
+) -> tuple[float, float]:
+    """Accuracy in percent and mean cross-entropy of a model on clean images; the model's mode is left as it was."""
+    mode = model.training
+    model.eval()
+    right, loss = torch.zeros((), device=images.labels.device), torch.zeros((), device=images.labels.device)
+    with torch.no_grad(), context or nullcontext():
+        for x, y in clean_batches(images, EVAL_BATCH, data.mean, data.std):
+            logits = model(x).float()
+            right += (logits.argmax(1) == y).sum()
+            loss += F.cross_entropy(logits, y, reduction="sum")
+    model.train(mode)
+    return 100 * float(right) / len(images), float(loss) / len(images)
+
+
+@torch.no_grad()
+def recalibrate(model: nn.Module, batches: Iterator[Tensor]) -> None:
+    """Takes the batch-norm statistics anew from some batches, with the weights as they are."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a plain average over the batches
+    model.train()
+    for x in batches:
+        model(x)
+
+
+def count_parameters(opt: MirrorDescent) -> dict[str, Any]:
+    """How many parameters there are, how many are quantized, and the mean number of bits a parameter."""
+    total = quantized = 0
+    bits = 0.0
+    for group in opt.param_groups:
+        count = sum(p.numel() for p in group["params"])
+        total += count
+        if isinstance(group["method"], REF):
+            bits += 32.0 * count
+        else:
+            quantized += count
+            bits += math.ceil(math.log2(len(group["method"].levels))) * count
+    return {"total": total, "quantized": quantized, "bits": bits / total}
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """What the figures of a run were made with."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {"mirrorquant": __version__, "torch": torch.__version__, "python": platform.python_version(), "device": name}
+
+
+class _Stop:
+    """The number of the signal that asked the run to stop; 0 while none did."""
+
+    number = 0
+
+
+@contextmanager
+def _signals() -> Iterator[_Stop]:
+    """Turns SIGINT and SIGTERM into a wish to stop after the iteration; a second SIGINT interrupts at once."""
+    stop = _Stop()
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if stop.number:
+            raise KeyboardInterrupt
+        stop.number = number
+
+    try:
+        old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: whoever runs the thread handles signals
+        old = {}
+    try:
+        yield stop
+    finally:
+        for number, previous in old.items():
+            signal.signal(number, previous)
+
+
+class _Lock:
+    """Holds a run's folder: a second process is refused; a killed one lets go."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = (folder / ".lock").open("w")
+        except OSError as error:
+            raise RunError(f"{folder} cannot be used as a run folder ({error.strerror})") from error
+        try:
+            import fcntl
+
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # no such locks on this system
+            pass
+        except OSError:
+            self.file.close()
+            raise RunError(f"{folder} is in use by another run: wait for it, or choose another --out") from None
+
+    def release(self) -> None:
+        """Lets go."""
+        self.file.close()
+
+
+USER_ERRORS = (RunError, ConfigError, DataError, ModelError, CheckpointError)

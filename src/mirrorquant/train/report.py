@@ -1,0 +1,109 @@
+"""What a run tells: metrics as JSON lines and TensorBoard events, progress on the terminal.
+
+rich and tensorboard are used where they are installed; the loop needs neither.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+__all__ = ["Metrics", "Progress", "read_metrics"]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a metrics file; a last line that was cut off by a kill is left out."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [_parse(path, number, line) for number, line in enumerate(text.split("\n")[:-1], 1)]
+
+
+def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row: dict[str, Any] = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}:{number} is no JSON: the file was altered") from error
+    return row
+
+
+class Metrics:
+    """Appends to ``metrics.jsonl``, and to TensorBoard events where tensorboard is installed."""
+
+    def __init__(self, folder: Path, steps_done: int) -> None:
+        self.path = folder / "metrics.jsonl"
+        kept = [row for row in read_metrics(self.path) if row["step"] <= steps_done] if steps_done else []
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        self.file = self.path.open("a", encoding="utf-8")
+        self.events: Any = None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.events = SummaryWriter(str(folder), purge_step=steps_done or None)
+        except ImportError:
+            pass
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """One line; numbers go to TensorBoard as ``kind/name``."""
+        self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self.file.flush()
+        if self.events is not None:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self.events.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Closes both."""
+        self.file.close()
+        if self.events is not None:
+            self.events.close()
+
+
+class Progress:
+    """A live progress bar (rich, on a terminal), or a plain line every few seconds."""
+
+    def __init__(self, title: str, total: int, done: int = 0, *, quiet: bool = False, every: float = 10.0) -> None:
+        self.title, self.total, self.done, self.quiet, self.every = title, total, done, quiet, every
+        self.start, self.first, self.last = time.monotonic(), done, time.monotonic()
+        self.bar: Any = None
+
+    def __enter__(self) -> Progress:
+        if not self.quiet and sys.stderr.isatty():
+            try:
+                from rich.console import Console
+                from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+                from rich.progress import Progress as Bars
+
+                columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn())
+                tail = (TextColumn("{task.fields[rate]}"), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
+                self.bar = Bars(*columns, *tail, console=Console(stderr=True))
+                self.bar.start()
+                self.task = self.bar.add_task(self.title, total=self.total, completed=self.done, text="", rate="")
+            except ImportError:
+                self.bar = None
+        return self
+
+    def update(self, done: int, text: str) -> None:
+        """The number of iterations done, and what to say beside it."""
+        self.done, now = done, time.monotonic()
+        rate = f"{(done - self.first) / max(now - self.start, 1e-9):.1f} it/s"
+        if self.bar is not None:
+            self.bar.update(self.task, completed=done, text=text, rate=rate)
+        elif not self.quiet and (now - self.last > self.every or done == self.total):
+            self.last = now
+            print(f"{self.title}  {done}/{self.total}  {rate}  {text}", file=sys.stderr, flush=True)
+
+    def say(self, message: str) -> None:
+        """A message beside the bar."""
+        if self.bar is not None:
+            self.bar.console.print(message, highlight=False)
+        elif not self.quiet:
+            print(message, file=sys.stderr, flush=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()
