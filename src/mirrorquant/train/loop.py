@@ -113,6 +113,7 @@ class Run:
         self.network: Callable[[Tensor], Tensor] = torch.compile(self.model) if config.compile else self.model
         self.step, self.seconds, self.best_step, self.best_accuracy = 0, 0.0, -1, -1.0
         self.best: dict[str, Tensor] = {}
+        self.losses = torch.zeros((), device=self.device)
         self.messages: list[str] = []
 
     def _loader(self, images: Images, augment: str) -> Loader:
@@ -132,8 +133,7 @@ class Run:
     # Training.
 
     def _iterate(self, progress: Progress, stop: _Stop) -> None:
-        config, total, count, began = self.config, torch.zeros((), device=self.device), 0, time.monotonic()
-        before = self.seconds
+        config, before, began = self.config, self.seconds, time.monotonic()
         finalize_step = math.ceil(config.finalize_at * config.iterations)
         while self.step < config.iterations:
             if stop.number:
@@ -143,16 +143,13 @@ class Run:
                     f"mirrorquant train --resume {self.folder}",
                     stop.number,
                 )
-            total += self._train_step()
-            count += 1
+            self.losses += self._train_step()
             self.step += 1
             if self.step == finalize_step and self.step < config.iterations:
                 self.opt.finalize()
             if self.step % config.log_every == 0 or self.step == config.iterations:
                 self.seconds = before + time.monotonic() - began
-                loss = float(total) / count
-                self._log(loss, progress)
-                total, count = torch.zeros((), device=self.device), 0
+                self._log(progress)
             if self.step % config.eval_every == 0 or self.step == config.iterations:
                 self._validate(progress)
             if config.histogram_every and (self.step % config.histogram_every == 0 or self.step == 1):
@@ -208,7 +205,10 @@ class Run:
             f"{self.config.lr_at(self.step):g}) and start again; the last checkpoint in {self.folder} is intact"
         )
 
-    def _log(self, loss: float, progress: Progress) -> None:
+    def _log(self, progress: Progress) -> None:
+        """The mean loss of the iterations since the last line."""
+        loss = float(self.losses) / ((self.step - 1) % self.config.log_every + 1)
+        self.losses.zero_()
         if not math.isfinite(loss):
             self._refuse_nan(self.loader.batch(self.step - 1)[0])
         lr, beta = self.config.lr_at(self.step - 1), self.opt.beta
@@ -248,6 +248,7 @@ class Run:
             "best_step": self.best_step,
             "best_accuracy": self.best_accuracy,
             "best": self.best,
+            "losses": self.losses,
             "model": self.model.state_dict(),
             "optimizer": self.opt.state_dict(),
             "rng": torch.get_rng_state(),
@@ -271,6 +272,7 @@ class Run:
         self.step, self.seconds = state["step"], state["seconds"]
         self.best_step, self.best_accuracy = state["best_step"], state["best_accuracy"]
         self.best = {k: v.to(self.device) for k, v in state["best"].items()}
+        self.losses.copy_(state["losses"])
         torch.set_rng_state(state["rng"])
         if "cuda_rng" in state and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
@@ -279,13 +281,14 @@ class Run:
     # The end.
 
     def _finish(self) -> dict[str, Any]:
+        self._save_checkpoint()
         soft, _ = self.evaluate(self.data.test)
         with self.opt.quantized():
             last, _ = self.evaluate(self.data.test)
-        if not self.opt.finalized:
-            self.opt.finalize()
-        self._save_checkpoint()
         self.model.load_state_dict(self.best)
+        off = [row["name"] for row in layers(self.opt) if row["off_levels"]]
+        if off:
+            raise RunError(f"the best network has weights off their levels in {', '.join(off)}: please report this")
         if self.config.recalibrate:
             batches = (self.loader.batch(k)[0] for k in range(self.config.recalibrate))
             recalibrate(self.model, batches)
@@ -312,7 +315,8 @@ class Run:
             "versions": versions(self.device),
             "curve": [[r["step"], round(r["accuracy"], 3)] for r in rows if r["kind"] == "val"],
             "loss_curve": [[r["step"], round(r["loss"], 5)] for r in rows if r["kind"] == "train"],
-            "parameters": count_parameters(self.opt),
+            "parameters": count_parameters(layers(self.opt)),
+            "layers": layers(self.opt),
         }
 
 
@@ -344,19 +348,23 @@ def recalibrate(model: nn.Module, batches: Iterator[Tensor]) -> None:
         model(x)
 
 
-def count_parameters(opt: MirrorDescent) -> dict[str, Any]:
-    """How many parameters there are, how many are quantized, and the mean number of bits a parameter."""
-    total = quantized = 0
-    bits = 0.0
+def layers(opt: MirrorDescent) -> list[dict[str, Any]]:
+    """Name, shape, count and bits of each parameter, and whether a quantized one is off its levels now."""
+    rows = []
     for group in opt.param_groups:
-        count = sum(p.numel() for p in group["params"])
-        total += count
-        if isinstance(group["method"], REF):
-            bits += 32.0 * count
-        else:
-            quantized += count
-            bits += math.ceil(math.log2(len(group["method"].levels))) * count
-    return {"total": total, "quantized": quantized, "bits": bits / total}
+        floating, levels = isinstance(group["method"], REF), group["method"].levels
+        bits = 32 if floating else (len(levels) - 1).bit_length()
+        for name, p in zip(group["param_names"], group["params"], strict=True):
+            off = not floating and not levels.holds(p.detach())
+            rows.append({"name": name, "shape": list(p.shape), "count": p.numel(), "bits": bits, "off_levels": off})
+    return rows
+
+
+def count_parameters(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many parameters there are, how many are quantized, and the mean number of bits a parameter."""
+    total = sum(row["count"] for row in rows)
+    bits = sum(row["count"] * row["bits"] for row in rows) / total
+    return {"total": total, "quantized": sum(row["count"] for row in rows if row["bits"] < 32), "bits": bits}
 
 
 def versions(device: torch.device) -> dict[str, str]:

@@ -33,6 +33,7 @@ and, only where it has a meaning,
 ``finalize_at``    fraction of training after which PQ rounds for good
 ``stem_stride``    stride of the first convolution of ResNet-18
 ``paper``          test accuracy in the paper's table, in percent
+``eval_every``     iterations between validations; likewise ``checkpoint_every`` and ``histogram_every``
 ``note``           what is not as in the paper, or not printed there
 =================  ===================================================================================================
 """
@@ -59,7 +60,10 @@ _TYPES: dict[str, type] = {
     "beta_cap": float,
     "beta_interval": int,
     "beta_scale": float,
+    "checkpoint_every": int,
+    "eval_every": int,
     "finalize_at": float,
+    "histogram_every": int,
     "iterations": int,
     "lr": float,
     "lr_interval": int,

@@ -1,0 +1,370 @@
+"""The command line: train, evaluate, compare and look.
+
+    mirrorquant train                                             a binary network on handwritten digits, in seconds
+    mirrorquant train cifar10/resnet18/binary/md-tanh-s           a cell of the paper's tables
+    mirrorquant train cifar10/resnet18/binary/bc lr=0.01 seed=1   the same with something changed
+    mirrorquant train --resume runs/NAME                          go on where a run stopped
+    mirrorquant compare                                           float, BinaryConnect and MD-tanh-S side by side
+    mirrorquant eval runs/NAME                                    the best rounded network of a run, on the test set
+    mirrorquant recipes cifar10/resnet18                          what there is, and with which hyperparameters
+
+Exit codes: 0 done; 1 a problem that the message explains; 2 wrong usage; 130 and 143 interrupted, with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mirrorquant import methods
+from mirrorquant._version import __version__
+from mirrorquant.train import recipes
+from mirrorquant.train.config import Config, ConfigError
+from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, layers
+
+__all__ = ["main"]
+
+DEFAULT = "digits/digitsnet/binary/md-tanh-s"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code; what is wrong is told in one line."""
+    parser, commands = _parser()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and not given[0].startswith("-") and given[0] not in commands:
+        near = difflib.get_close_matches(given[0], commands, 1, cutoff=0.0)
+        print(f"mirrorquant: there is no command {given[0]!r}; did you mean {near[0]!r}?", file=sys.stderr)
+        return 2
+    options = parser.parse_args(given)
+    if not hasattr(options, "run"):
+        parser.print_help()
+        return 2
+    try:
+        options.run(options)
+    except Interrupted as stop:
+        print(f"mirrorquant: {stop}", file=sys.stderr)
+        return 128 + stop.number
+    except KeyboardInterrupt:
+        print("mirrorquant: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+    except (*USER_ERRORS, recipes.RecipeError, _plot_error()) as error:
+        print(f"mirrorquant: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+# Commands.
+
+
+def train(options: argparse.Namespace) -> None:
+    """Trains a recipe, or goes on with a run."""
+    if options.resume:
+        if options.recipe or options.overrides:
+            raise ConfigError("--resume goes on with a run as it was: a recipe or key=value cannot be given with it")
+        run = Run.resume(options.resume, quiet=options.quiet)
+    else:
+        name, overrides = _recipe_and_overrides(options)
+        config = Config.from_recipe(name, overrides)
+        run = Run(config, options.out or _folder(config), quiet=options.quiet)
+    summary = run.train()
+    if options.results:
+        _keep(summary, options.results)
+    if options.json:
+        print(json.dumps(summary))
+        return
+    _print_table([_row(summary)])
+    for path in _pictures([run.folder]):
+        print(f"wrote {path}")
+    print(f"wrote {run.folder / 'best.mq'}, the best rounded network\n\nnext:")
+    print(f"  mirrorquant eval {run.folder}          its accuracy, and whether its weights really are on their levels")
+    print(f"  mirrorquant summary {run.folder}       its bits and bytes, layer by layer")
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Trains several methods on one task."""
+    folder = options.out or Path("runs") / ("compare-" + options.task.replace("/", "-"))
+    rows, folders = [], []
+    for method in options.methods.split(","):
+        name = f"{options.task}/ref" if method == "ref" else f"{options.task}/{options.levels}/{method}"
+        for seed in range(options.seeds):
+            config = Config.from_recipe(name, [*options.overrides, f"seed={seed}"])
+            run = Run(config, folder / f"{method}-seed{seed}", quiet=options.quiet)
+            summary = run.train()
+            if options.results:
+                _keep(summary, options.results)
+            rows.append(_row(summary))
+            folders.append(run.folder)
+    if options.json:
+        print(json.dumps(rows))
+        return
+    _print_table(rows)
+    for path in _pictures(folders, rows, folder):
+        print(f"wrote {path}")
+    print("\nnext:")
+    print("  mirrorquant train cifar10/resnet18/binary/md-tanh-s     a cell of the paper (needs a GPU and CIFAR-10)")
+    print("  mirrorquant recipes                                     all of them")
+    print(
+        "  mirrorquant train DATA/MODEL/... model=mymodule:myfunction data=folder:PATH     a model and images of yours"
+    )
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """Evaluates the best rounded network of a run."""
+    from mirrorquant.data import load
+
+    config, state = _best(options.folder)
+    data = load(config.data, config.data_root).to(config.torch_device)
+    model, opt = _model(config, len(data.classes), data.shape[0])
+    model.load_state_dict(state)
+    model.to(config.torch_device)
+    off = [row["name"] for row in layers(opt) if row["off_levels"]]
+    result = {"folder": str(options.folder), "split": options.split, "weights_off_their_levels": off}
+    result["accuracy"], result["loss"] = accuracy(model, getattr(data, options.split), data)
+    if options.json:
+        print(json.dumps(result))
+        return
+    print(f"{config.data} {options.split}: {result['accuracy']:.2f} % (loss {result['loss']:.4f})")
+    count = sum(row["bits"] < 32 for row in layers(opt))
+    print(
+        f"off their levels: {off}"
+        if off
+        else f"all {count} quantized tensors are exactly on their {config.levels} levels"
+    )
+
+
+def show_recipes(options: argparse.Namespace) -> None:
+    """Lists recipes, or shows one."""
+    if options.name in recipes.names():
+        recipe = recipes.get(options.name)
+        if options.json:
+            print(json.dumps(recipe))
+        else:
+            print("\n".join(f"{key:14} {value}" for key, value in recipe.items()))
+        return
+    found = [name for name in recipes.names() if not options.name or options.name in name]
+    if not found:
+        recipes.get(options.name)  # raises, with the nearest name
+    if options.json:
+        print(json.dumps(found))
+        return
+    for name in found:
+        paper = recipes.get(name).get("paper")
+        print(f"{name:48}" + (f"paper {paper:.2f} %" if paper else ""))
+
+
+def show_methods(options: argparse.Namespace) -> None:
+    """Lists the methods."""
+    if options.json:
+        print(json.dumps(methods.list()))
+        return
+    for name, line in methods.list().items():
+        print(f"{name:13} {line}")
+
+
+def summary(options: argparse.Namespace) -> None:
+    """Counts per bit width, memory, and the float equivalent, of a run or a recipe."""
+    if options.what.is_dir():
+        rows = _summary_of(options.what)["layers"]
+    else:
+        config = Config.from_recipe(str(options.what))
+        classes, channels = {"cifar100": (100, 3), "tinyimagenet": (200, 3), "cifar10": (10, 3)}.get(
+            config.data, (10, 1)
+        )
+        rows = layers(_model(config, classes, channels)[1])
+    if options.json:
+        print(json.dumps(rows))
+        return
+    print(f"{'parameter':36}{'shape':>20}{'count':>12}{'bits':>6}{'bytes':>12}")
+    for row in rows:
+        size = -(-row["count"] * row["bits"] // 8)
+        print(f"{row['name']:36}{'x'.join(map(str, row['shape'])):>20}{row['count']:12,}{row['bits']:6}{size:12,}")
+    for bits in sorted({row["bits"] for row in rows}):
+        print(f"{bits:3} bit: {sum(row['count'] for row in rows if row['bits'] == bits):12,} parameters")
+    small, full = sum(row["count"] * row["bits"] for row in rows) / 8, sum(row["count"] * 4 for row in rows)
+    print(f"in all {small:,.0f} bytes of weights; in float32 {full:,.0f}: {full / small:.1f} times as much")
+
+
+def _summary_of(folder: Path) -> dict[str, Any]:
+    Config.load(folder / "config.json")
+    try:
+        content: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / 'summary.json'} cannot be read: the run has not ended, or was altered") from error
+    return content
+
+
+def table(options: argparse.Namespace) -> None:
+    """Rebuilds the paper's tables from the results."""
+    from mirrorquant.train.tables import results_table
+
+    text = results_table(options.results)
+    if options.write:
+        (options.results / "README.md").write_text(text, encoding="utf-8")
+        print(f"wrote {options.results / 'README.md'}")
+    else:
+        print(text)
+
+
+def curves(options: argparse.Namespace) -> None:
+    """Draws training curves."""
+    from mirrorquant.train import plots
+
+    for folder in options.folders:
+        Config.load(folder / "config.json")
+    print(f"wrote {plots.curves(options.folders, options.out)}")
+
+
+def draw_projections(options: argparse.Namespace) -> None:
+    """Draws projections, inverses and mirror maps."""
+    from mirrorquant.train import plots
+
+    for path in plots.projections(options.out):
+        print(f"wrote {path}")
+
+
+# What they share.
+
+
+def _recipe_and_overrides(options: argparse.Namespace) -> tuple[str, list[str]]:
+    given = [options.recipe, *options.overrides] if options.recipe else []
+    if given and "=" in given[0]:
+        return DEFAULT, given
+    return (given[0], given[1:]) if given else (DEFAULT, [])
+
+
+def _folder(config: Config) -> Path:
+    """runs/NAME-seedK, numbered where it is taken."""
+    base = Path("runs") / f"{config.recipe.replace('/', '-')}-seed{config.seed}"
+    folder, number = base, 1
+    while (folder / "config.json").exists():
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    return folder
+
+
+def _keep(summary: dict[str, Any], results: Path) -> None:
+    results.mkdir(parents=True, exist_ok=True)
+    name = f"{summary['recipe'].replace('/', '-')}-seed{summary['config']['seed']}.json"
+    (results / name).write_text(json.dumps(summary) + "\n", encoding="utf-8")
+
+
+def _best(folder: Path) -> tuple[Config, dict[str, Any]]:
+    from mirrorquant.train import checkpoint
+
+    config = Config.load(folder / "config.json")
+    state = checkpoint.load(folder / "best.mq")
+    if state.get("config") != config.text():
+        raise ConfigError(f"{folder / 'best.mq'} belongs to another configuration than config.json")
+    return config, state["model"]
+
+
+def _model(config: Config, classes: int, channels: int) -> tuple[Any, Any]:
+    model = config.build_model(classes, channels)
+    return model, config.build_optimizer(model, 1)
+
+
+def _row(summary: dict[str, Any]) -> dict[str, Any]:
+    config = summary["config"]
+    return {
+        "method": config["method"],
+        "levels": "float" if config["method"] == "ref" else config["levels"],
+        "seed": config["seed"],
+        "bits": summary["parameters"]["bits"],
+        "soft": summary["test_accuracy_soft"],
+        "val": summary["val_accuracy"],
+        "test": summary["test_accuracy"],
+        "paper": summary["paper"],
+        "seconds": summary["seconds"],
+    }
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    from mirrorquant.train.tables import compare_table
+
+    print("\n" + compare_table(rows) + "\n")
+
+
+def _pictures(folders: list[Path], rows: list[dict[str, Any]] | None = None, out: Path | None = None) -> list[Path]:
+    """The curves, the histograms, and the bars of a comparison; a hint where matplotlib is missing."""
+    from mirrorquant.train import plots
+
+    out = out or folders[0]
+    try:
+        paths = [plots.curves(folders, out / "curves.png")]
+        paths += [plots.histograms(f, f / "weights.png") for f in folders if _has_histograms(f)]
+        paths += [plots.comparison(rows, out / "comparison.png")] if rows else []
+    except plots.PlotError as error:
+        print(f"no pictures: {error}")
+        return []
+    return paths
+
+
+def _has_histograms(folder: Path) -> bool:
+    return bool(Config.load(folder / "config.json").histogram_every)
+
+
+def _plot_error() -> type[Exception]:
+    from mirrorquant.train.plots import PlotError
+
+    return PlotError
+
+
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("mirrorquant", description=__doc__, formatter_class=formatter)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
+
+    def command(name: str, run: Any, text: str, example: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=f"{text}\n\n    {example}", formatter_class=formatter)
+        sub.set_defaults(run=run)
+        return sub
+
+    sub = command("train", train, "train a network", "mirrorquant train cifar10/resnet18/binary/md-tanh-s seed=1")
+    sub.add_argument("recipe", nargs="?", help=f"a name from 'mirrorquant recipes'; {DEFAULT} unless told")
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="changes any key of the recipe")
+    sub.add_argument("--out", type=Path, help="the run's folder; below runs/ unless told")
+    sub.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder")
+    _common(sub)
+    sub = command("compare", compare, "several methods on one task", "mirrorquant compare digits/digitsnet --seeds 3")
+    sub.add_argument("task", nargs="?", default="digits/digitsnet", help="data set and model of the recipes")
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="changes any key of the recipes")
+    sub.add_argument("--methods", default="ref,bc,md-tanh-s", help="as in the recipes' names, with commas in between")
+    sub.add_argument("--levels", default="binary", choices=["binary", "ternary"])
+    sub.add_argument("--seeds", type=int, default=1, help="how many seeds of each")
+    sub.add_argument("--out", type=Path, help="the folder; below runs/ unless told")
+    _common(sub)
+    sub = command("eval", evaluate, "the best rounded network of a run", "mirrorquant eval runs/NAME --split val")
+    sub.add_argument("folder", type=Path, metavar="RUN")
+    sub.add_argument("--split", default="test", choices=["train", "val", "test"])
+    sub.add_argument("--json", action="store_true", help="print JSON")
+    sub = command("recipes", show_recipes, "list recipes, or show one", "mirrorquant recipes cifar10/resnet18/ref")
+    sub.add_argument("name", nargs="?", default="", help="a recipe, or a part of the names to list")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+    sub = command("methods", show_methods, "list the methods", "mirrorquant methods")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+    sub = command("summary", summary, "bits and bytes, layer by layer", "mirrorquant summary cifar10/vgg16/ref")
+    sub.add_argument("what", type=Path, metavar="RUN-OR-RECIPE")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+    sub = command("table", table, "the paper's tables, from the results", "mirrorquant table --results results --write")
+    sub.add_argument("--results", type=Path, default=Path("results"), help="folder of the runs' JSON files")
+    sub.add_argument("--write", action="store_true", help="write README.md there")
+    sub = command("curves", curves, "training curves as PNG", "mirrorquant curves runs/A runs/B --out curves.png")
+    sub.add_argument("folders", type=Path, nargs="+", metavar="RUN")
+    sub.add_argument("--out", type=Path, default=Path("curves.png"))
+    sub = command("plots", draw_projections, "projections, inverses, mirror maps", "mirrorquant plots --out figures")
+    sub.add_argument("--out", type=Path, default=Path("figures"))
+    return parser, list(commands.choices)
+
+
+def _common(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--results", type=Path, metavar="DIR", help="also keep the summary as JSON in this folder")
+    sub.add_argument("--quiet", action="store_true", help="no progress")
+    sub.add_argument("--json", action="store_true", help="print the summary as JSON")

@@ -1,0 +1,394 @@
+"""Training runs: the protocol, resuming, and what happens when something goes wrong."""
+
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mirrorquant import BINARY, models
+from mirrorquant.cli import main
+from mirrorquant.train import Config, ConfigError, Run, RunError, checkpoint, recipes
+from mirrorquant.train.checkpoint import CheckpointError
+from mirrorquant.train.loop import USER_ERRORS, recalibrate
+from mirrorquant.train.report import read_metrics
+
+DIGITS = "digits/digitsnet/binary/md-tanh-s"
+SHORT = ["iterations=40", "batch_size=32", "eval_every=10", "log_every=5", "checkpoint_every=6", "histogram_every=0"]
+
+
+def config(*overrides, recipe=DIGITS):
+    return Config.from_recipe(recipe, [*SHORT, *overrides])
+
+
+def end_of(folder):
+    """What must be bit-identical: weights, latents, moments, the best network, and all metrics but the clock."""
+    state, best = checkpoint.load(folder / "checkpoint.mq"), checkpoint.load(folder / "best.mq")
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in read_metrics(folder / "metrics.jsonl")]
+    summary = json.loads((folder / "summary.json").read_text())
+    timeless = {k: v for k, v in summary.items() if k not in ("seconds", "iterations_per_second")}
+    del state["seconds"]
+    return flatten([state, best]), rows, timeless
+
+
+def flatten(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [leaf for key in value for leaf in [key, *flatten(value[key])]]
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in flatten(item)]
+    return [value]
+
+
+def assert_identical(a, b):
+    (leaves_a, *rest_a), (leaves_b, *rest_b) = end_of(a), end_of(b)
+    assert rest_a == rest_b
+    assert len(leaves_a) == len(leaves_b)
+    for x, y in zip(leaves_a, leaves_b, strict=True):
+        assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+
+
+# The protocol.
+
+
+def test_a_run_leaves_everything_that_its_reader_needs(tmp_path):
+    summary = Run(config("histogram_every=10"), tmp_path / "run", quiet=True).train()
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {
+        "config.json",
+        "metrics.jsonl",
+        "checkpoint.mq",
+        "checkpoint.mq.previous",
+        "best.mq",
+        "summary.json",
+    } <= names
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows if row["kind"] == "val"] == [10, 20, 30, 40]
+    assert [row["step"] for row in rows if row["kind"] == "weights"] == [1, 10, 20, 30, 40]
+    assert summary["val_accuracy"] == max(row["accuracy"] for row in rows if row["kind"] == "val")
+    assert summary["parameters"] == {"total": 56234, "quantized": 56234, "bits": 1.0}
+    best = checkpoint.load(tmp_path / "run" / "best.mq")["model"]
+    assert all(BINARY.holds(best[name]) for name, _ in models.digitsnet().named_parameters())
+
+
+def test_learning_rate_and_beta_follow_the_papers_schedules(tmp_path):
+    overrides = ["lr=0.01", "lr_scale=0.5", "lr_interval=10", "beta_scale=2", "beta_interval=8", "log_every=1"]
+    Run(config(*overrides), tmp_path / "run", quiet=True).train()
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train"]
+    assert [row["lr"] for row in rows] == [0.01 * 0.5 ** (k // 10) for k in range(40)]
+    assert [row["beta"] for row in rows] == [2.0 ** -(-(k + 1) // 8) for k in range(40)]
+
+
+def test_proxquant_rounds_for_good_at_its_fraction_of_training(tmp_path):
+    run = Run(config("method=pq", "finalize_at=0.5"), tmp_path / "run", quiet=True)
+    run.train()
+    assert run.opt.finalized
+
+
+def test_ref_trains_all_parameters_in_float(tmp_path):
+    summary = Run(config(recipe="digits/digitsnet/ref"), tmp_path / "run", quiet=True).train()
+    assert summary["parameters"]["bits"] == 32
+    assert summary["test_accuracy_soft"] == summary["test_accuracy_last"]
+
+
+def test_recalibration_averages_the_statistics_of_the_batches():
+    norm = nn.BatchNorm1d(3)
+    batches = [torch.randn(16, 3) * 2 + 1 for _ in range(4)]
+    recalibrate(norm, iter(batches))
+    torch.testing.assert_close(norm.running_mean, torch.stack([b.mean(0) for b in batches]).mean(0))
+    torch.testing.assert_close(norm.running_var, torch.stack([b.var(0) for b in batches]).mean(0))
+
+
+@pytest.mark.parametrize(
+    "override", ["precision=bfloat16", "channels_last=true", "deterministic=true", "recalibrate=2"]
+)
+def test_options_of_the_loop_train_too(tmp_path, override):
+    summary = Run(config(override, "iterations=10"), tmp_path / "run", quiet=True).train()
+    torch.use_deterministic_algorithms(False)
+    assert summary["best_step"] == 10
+
+
+def user_model(classes):
+    """A model of a user, found by ``module:function``."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, classes))
+
+
+def test_a_users_own_model_trains_and_resumes(tmp_path):
+    Run(config("model=test_train:user_model"), tmp_path / "whole", quiet=True).train()
+    killed(tmp_path / "cut", config("model=test_train:user_model"), at_step=17)
+    Run.resume(tmp_path / "cut", quiet=True).train()
+    assert_identical(tmp_path / "whole", tmp_path / "cut")
+
+
+# All recipes of the paper's tables run.
+
+PAPER = [name for name in recipes.names() if "paper" in recipes.get(name)]
+SHAPES = {"cifar10": "3x32x32:10", "cifar100": "3x32x32:100", "tinyimagenet": "3x64x64:200"}
+
+
+def test_every_cell_of_the_three_tables_has_a_recipe():
+    assert len(PAPER) == 88
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_every_recipe_of_the_paper_runs_20_iterations(name, tmp_path):
+    shape = SHAPES[name.split("/")[0]]
+    overrides = [f"data=synthetic:{shape}", "iterations=20", "batch_size=2", "eval_every=1000", "checkpoint_every=1000"]
+    run = Run(Config.from_recipe(name, overrides), tmp_path / "run", quiet=True)
+    run.data = None  # neither validation nor test: it is the training steps that matter here
+    losses = []
+    for _ in range(20):
+        losses.append(float(run._train_step()))
+        run.step += 1
+    run.lock.release()
+    assert all(loss == loss for loss in losses)
+    assert run.opt.steps == 20
+    with run.opt.quantized():
+        for q in run.opt._quantized():
+            assert all(q.method.levels.holds(weight) for weight in q.weights)
+
+
+# Killed and continued.
+
+
+def work(folder, settings, at_step=None):
+    torch.set_num_threads(1)
+    run = Run.resume(folder, quiet=True) if (folder / "config.json").exists() else Run(settings, folder, quiet=True)
+    if at_step is not None:
+        step = run._train_step
+
+        def dying():
+            if run.step == at_step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step()
+
+        run._train_step = dying
+    run.train()
+
+
+def start(folder, settings, at_step=None):
+    process = multiprocessing.get_context("fork").Process(target=work, args=(folder, settings, at_step))
+    process.start()
+    return process
+
+
+def killed(folder, settings, at_step):
+    process = start(folder, settings, at_step)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_30_runs_killed_at_random_moments_end_bit_identical(tmp_path):
+    rng = random.Random(0)
+    for seed in range(3):
+        settings = config(f"seed={seed}")
+        began = time.monotonic()
+        start(tmp_path / f"whole{seed}", settings).join(120)
+        duration = time.monotonic() - began
+        for number in range(10):
+            folder = tmp_path / f"cut{seed}-{number}"
+            process = start(folder, settings)
+            process.join(rng.uniform(0, duration))
+            process.kill()
+            process.join(60)
+            process = start(folder, settings)
+            process.join(120)
+            assert process.exitcode == 0
+            assert_identical(tmp_path / f"whole{seed}", folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_write_a_checkpoint_and_the_run_continues(tmp_path, number):
+    settings = config("iterations=4000", "checkpoint_every=100000", "eval_every=100000")
+    process = start(tmp_path / "run", settings)
+    while not read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        time.sleep(0.02)
+    os.kill(process.pid, number)
+    process.join(60)
+    assert 0 < checkpoint.load(tmp_path / "run" / "checkpoint.mq")["step"] < 4000
+
+
+def test_the_spare_is_used_where_a_checkpoint_is_damaged(tmp_path):
+    Run(config(), tmp_path / "whole", quiet=True).train()
+    killed(tmp_path / "cut", config(), at_step=33)
+    path = tmp_path / "cut" / "checkpoint.mq"
+    path.write_bytes(path.read_bytes()[:-100])
+    run = Run.resume(tmp_path / "cut", quiet=True)
+    run.train()
+    assert "checkpoint.mq is damaged" in run.messages[0]
+    assert run.messages[1] == "continuing after iteration 24"
+    assert_identical(tmp_path / "whole", tmp_path / "cut")
+
+
+# Damaged files.
+
+
+def mutations(content, count, rng):
+    """Bit flips, truncations, extensions, and lost or repeated stretches."""
+    for _ in range(count):
+        kind, place = rng.randrange(5), rng.randrange(len(content))
+        changed = bytearray(content)
+        if kind <= 1:
+            changed[place] ^= 1 << rng.randrange(8)
+        elif kind == 2:
+            del changed[place:]
+        elif kind == 3:
+            changed += bytes([rng.randrange(256)])
+        else:
+            del changed[place : place + rng.randint(1, 50)]
+        if changed != content:
+            yield bytes(changed)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    Run(config(), folder, quiet=True).train()
+    return folder
+
+
+@pytest.mark.parametrize("name", ["checkpoint.mq", "best.mq", "config.json"])
+def test_mutated_files_are_refused_by_name(finished, tmp_path, name, capsys):
+    rng, path, folder = random.Random(name), finished / name, tmp_path / "run"
+    content = path.read_bytes()
+    folder.mkdir()
+    for other in ("config.json", "best.mq", "checkpoint.mq"):
+        (folder / other).write_bytes((finished / other).read_bytes())
+    command = ["eval", str(folder)] if name == "best.mq" else ["train", "--quiet", "--resume", str(folder)]
+    refused = 0
+    for changed in mutations(content, 70, rng):
+        (folder / name).write_bytes(changed)
+        assert main(command) == 1, f"mutation {refused} was accepted"
+        told = capsys.readouterr().err
+        assert name in told
+        assert "Traceback" not in told
+        refused += 1
+    assert refused > 60
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(finished, tmp_path):
+    other = tmp_path / "other"
+    killed(other, config("seed=9"), at_step=13)
+    (other / "checkpoint.mq").write_bytes((finished / "checkpoint.mq").read_bytes())
+    with pytest.raises(RunError, match="belongs to another configuration"):
+        Run.resume(other, quiet=True).train()
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path):
+    import hashlib
+    import pickle
+
+    class Evil:
+        def __reduce__(self):
+            return (os.system, ("touch " + str(tmp_path / "owned"),))
+
+    payload = pickle.dumps(Evil())
+    header = checkpoint.MAGIC + hashlib.sha256(payload).hexdigest().encode() + b"\n"
+    (tmp_path / "evil.mq").write_bytes(header + payload)
+    with pytest.raises(CheckpointError, match=r"evil\.mq holds no state"):
+        checkpoint.load(tmp_path / "evil.mq")
+    assert not (tmp_path / "owned").exists()
+
+
+# Other trouble.
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path):
+    first = Run(config(), tmp_path / "run", quiet=True)
+    with pytest.raises(RunError, match="in use by another run"):
+        Run.resume(tmp_path / "run", quiet=True)
+    first.train()
+    with pytest.raises(RunError, match="holds a run already"):
+        Run(config(), tmp_path / "run", quiet=True)
+
+
+def nan_model(classes):
+    class Bad(nn.Module):
+        def forward(self, x):
+            return torch.log(x - x - (1.0 if self.training else 0.0))
+
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), Bad(), nn.Linear(16, classes))
+
+
+def test_a_nan_loss_stops_with_step_layer_and_remedy(tmp_path):
+    run = Run(config("model=test_train:nan_model"), tmp_path / "run", quiet=True)
+    with pytest.raises(RunError, match=r"not finite at iteration 0; it begins in layer 2 \(Bad\). Lower lr"):
+        run.train()
+
+
+def fill_disk(folder, settings):
+    torch.set_num_threads(1)
+    run = Run(settings, folder, quiet=True)
+    save, calls = run._save_checkpoint, []
+
+    def failing():
+        calls.append(1)
+        if len(calls) == 3:  # from here on no file may grow beyond 100 kB
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        save()
+
+    run._save_checkpoint = failing
+    try:
+        run.train()
+    except RunError as error:
+        Path(f"{folder}.told").write_text(str(error))
+
+
+def test_a_full_disk_ends_with_a_clear_error_and_the_last_good_checkpoint(tmp_path):
+    folder = tmp_path / "run"
+    process = multiprocessing.get_context("fork").Process(target=fill_disk, args=(folder, config()))
+    process.start()
+    process.join(60)
+    told = Path(f"{folder}.told").read_text()
+    assert "could not be written" in told
+    assert "Free some space" in told
+    assert checkpoint.load(folder / "checkpoint.mq")["step"] == 12
+    Run(config(), tmp_path / "whole", quiet=True).train()
+    Run.resume(folder, quiet=True).train()
+    assert_identical(tmp_path / "whole", folder)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["lrr=0.1"], "there is no key 'lrr'; did you mean 'lr'"),
+        (["lr"], "write key=value"),
+        (["lr=fast"], "'fast' is not float"),
+        (["affine=maybe"], "'maybe' is not true or false"),
+        (["lr=0"], "lr is 0.0, but it must be positive"),
+        (["iterations=0"], "at least 1"),
+        (["optimizer=lion"], "one of adam, sgd"),
+        (["method=md-tanhs"], "did you mean 'md-tanh-s'"),
+        (["levels=1,0"], "increase strictly"),
+        (["levels=one"], "numbers like -1,0,1"),
+        (["method=md-tanh", "levels=ternary"], "two levels only"),
+    ],
+)
+def test_bad_configurations_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        Config.from_recipe(DIGITS, overrides)
+
+
+def test_problems_of_data_model_and_device_are_told_without_a_traceback(tmp_path, capsys):
+    for override in (
+        "data=cifar99",
+        "model=resnet81",
+        "model=nomodule:f",
+        "device=gpu",
+        "batch_size=5000",
+        "skip=nothing",
+    ):
+        code = main(["train", DIGITS, override, "--out", str(tmp_path / override), "--quiet"])
+        told = capsys.readouterr().err
+        assert code == 1, told
+        assert told.startswith("mirrorquant: ")
+    assert USER_ERRORS
