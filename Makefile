@@ -2,13 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test lint clean
+.PHONY: demo test lint clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cli,dev,images,plots]'
 	touch $@
+
+demo: .venv/ready
+	$(BIN)/mirrorquant compare digits/digitsnet --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 lint: .venv/ready
 	$(BIN)/ruff check .
