@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,6 @@ _INK, _GRID, _FAINT = "#333333", "#e4e4e4", "#8c8c8c"
 # Paul Tol's "muted" colours, told apart with any colour vision: baselines warm, mirror descent cool, its stable forms
 # dark.
 _COLOURS = {
-    "ref": "#555555",
     "md-tanh-s": "#332288",
     "bc": "#cc6677",
     "md-softmax-s": "#117733",
@@ -41,11 +41,13 @@ _COLOURS = {
     "pq": "#ddcc77",
     "pmf": "#aa4499",
     "pmf-authors": "#882255",
+    "ref": "#555555",
 }
 _BETAS = {1: "#88ccee", 2: "#44aa99", 4: "#117733", 8: "#332288"}
 _LEVELS = {"binary": BINARY, "ternary": TERNARY}
-_FIELDS = {"train": ("step", "loss"), "val": ("step", "accuracy"), "weights": ("step", "range", "layers")}
-_PANELS, _RIDGES = 8, 28
+_FIELDS = {"train": ("step", "loss", "beta"), "val": ("step", "accuracy"), "weights": ("step", "range", "layers")}
+_PANELS, _MOMENTS, _COLUMNS = 8, 150, 120
+_SHADES = ["#e3f1f8", "#88ccee", "#4a6fb5", "#332288", "#1a0f4f"]
 
 
 class PlotError(ValueError):
@@ -66,7 +68,9 @@ class _Run:
     def series(self, kind: str, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of one number, where it was recorded."""
         lines = sorted(getattr(self, kind).items())
-        points = [(step, line[key]) for step, line in lines if line.get(key) is not None]
+        points = [
+            (step, value) for step, line in lines if (value := line.get(key)) is not None and math.isfinite(value)
+        ]
         return [step for step, _ in points], [value for _, value in points]
 
 
@@ -90,7 +94,7 @@ def curves(runs: Sequence[Path], out: Path) -> Path:
     figure = _figure(9.6, 4.6)
     right = ["loss", "beta"] if annealed else ["loss", "loss"]
     axes = figure.subplot_mosaic([["accuracy", part] for part in right], width_ratios=[1.7, 1])
-    drawn = _colours([run.config.get("method", "") for run in loaded])
+    drawn = _colours([run.config["method"] for run in loaded])
     for run, label, (colour, dash) in zip(loaded, _labels(loaded), drawn, strict=True):
         _draw_accuracy(axes["accuracy"], run, label, colour, dash)
         _draw_loss(axes["loss"], run, colour, dash)
@@ -114,18 +118,19 @@ def _draw_accuracy(ax: Axes, run: _Run, label: str, colour: str, dash: Any) -> N
 def _draw_loss(ax: Axes, run: _Run, colour: str, dash: Any) -> None:
     """The loss as it was, pale, below its running mean."""
     steps, losses = run.series("train", "loss")
-    window = max(1, len(losses) // 50)
-    if window > 1:
+    half = len(losses) // 100
+    if half:
         ax.plot(steps, losses, color=colour, lw=0.6, alpha=0.25)
-    sums = [math.fsum(losses[max(0, k - window + 1) : k + 1]) / min(k + 1, window) for k in range(len(losses))]
-    ax.plot(steps, sums, color=colour, ls=dash, lw=1.5, zorder=3)
+    sums = [0.0, *accumulate(losses)]
+    windows = [(max(0, k - half), min(len(losses), k + half + 1)) for k in range(len(losses))]
+    means = [(sums[high] - sums[low]) / (high - low) for low, high in windows]
+    ax.plot(steps, means, color=colour, ls=dash, lw=1.5, zorder=3)
 
 
 def _finish_curves(axes: Mapping[str, Axes], runs: Sequence[_Run]) -> None:
     _style(axes["accuracy"], "Validation accuracy of the rounded network, %", "iteration")
     if axes["accuracy"].get_lines():
-        heading = "best" if len(runs) == 1 else "best of each run"
-        _legend(axes["accuracy"], loc="lower right", title=heading)
+        _legend(axes["accuracy"], loc="lower right", title="run and its best value")
     _style(axes["loss"], "Training loss", "" if "beta" in axes else "iteration")
     axes["loss"].set_yscale("log")
     if "beta" in axes:
@@ -140,10 +145,10 @@ def _finish_curves(axes: Mapping[str, Axes], runs: Sequence[_Run]) -> None:
 
 
 def histograms(run: Path, out: Path) -> Path:
-    """How the weights of each layer move to the levels: a panel a layer, a ridge a moment, time upwards.
+    """How the weights of each layer move to the levels: a panel a layer, time upwards, dark where many weights are.
 
-    Heights are square roots of densities, each ridge scaled to its own maximum, so that both a bump and a spike show.
-    Of more than eight layers eight are drawn, evenly chosen, the first and the last among them.
+    The colour is logarithmic, so that a few weights still on their way show beside the many that have arrived. Of
+    more than eight layers eight are drawn, evenly chosen, the first and the last among them.
 
     Args:
         run: folder with ``config.json`` and a ``metrics.jsonl`` that has lines of weight histograms.
@@ -158,49 +163,73 @@ def histograms(run: Path, out: Path) -> Path:
     loaded = _load(run)
     if not loaded.weights:
         raise PlotError(f"no line of weight histograms in {run / 'metrics.jsonl'} yet: let the run go on for a while")
-    moments = _evenly(sorted(loaded.weights), _RIDGES)
-    layers = list(loaded.weights[moments[-1]]["layers"])
+    layers = list(loaded.weights[max(loaded.weights)]["layers"])
     shown = _evenly(layers, _PANELS)
-    rows = math.ceil(len(shown) / 4)
+    rows = 1 if len(shown) <= 5 else 2
     columns = math.ceil(len(shown) / rows)
-    figure = _figure(max(2.5 * columns, 4.4) + 0.6, 3.3 * rows + 0.7)
-    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
-    for index, ax in enumerate(panels.flat):
-        if index < len(shown):
-            _draw_ridges(ax, loaded, shown[index], moments)
-            ax.label_outer()
-        else:
-            ax.set_visible(False)
-    figure.supxlabel("weight", fontsize=9, color=_INK)
-    some = "" if len(shown) == len(layers) else f" · {len(shown)} of {len(layers)} layers"
-    levels = levels_label(loaded.config.get("levels")).replace("-", "−")
-    _headline(figure, f"{method_label(loaded.name)}: how the weights move · levels {levels}{some}")
+    figure = _figure(2.1 * columns + 1.3, 3.0 * rows + 0.9)
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
+    for index, (ax, layer) in enumerate(zip(panels, shown, strict=False)):
+        mesh = _draw_weights(ax, loaded, layer)
+        lowest = index + columns >= len(shown)
+        ax.tick_params(labelbottom=lowest)
+        ax.set_xlabel("weight" if lowest else "", fontsize=9, color=_INK)
+        ax.set_ylabel("" if index % columns else "iteration", fontsize=9, color=_INK)
+    for ax in panels[len(shown) :]:
+        ax.set_visible(False)
+    _colour_bar(figure, mesh)
+    some = "" if len(shown) == len(layers) else f" ({len(shown)} of {len(layers)} layers)"
+    levels = loaded.config.get("levels")
+    goal = f" to the levels {_signed(levels_label(levels))}" if levels else ""
+    _headline(figure, f"{method_label(loaded.name)}: how the weights move{goal}{some}")
     return _save(figure, out)
 
 
-def _draw_ridges(ax: Axes, run: _Run, layer: str, moments: Sequence[int]) -> None:
-    """One layer: the latest ridge at the back, each filled so that it hides what is behind it."""
-    colour_of = _gradient("#bcdff0", "#332288")
-    gap = (moments[-1] - moments[0]) / max(len(moments) - 1, 1) or 1
-    for number, step in reversed(list(enumerate(moments))):
-        line = run.weights[step]
-        if layer not in line["layers"]:
-            continue
-        low, high = line["range"]
-        counts = line["layers"][layer]
-        width, top = (high - low) / len(counts), max(counts) or 1
-        heights = [2.6 * gap * math.sqrt(count / top) for count in counts]
-        x = [low, *(low + width * (k + 0.5) for k in range(len(counts))), high]
-        y = [float(step), *(step + height for height in heights), float(step)]
-        share = number / max(len(moments) - 1, 1)
-        ax.fill_between(x, step, y, color=colour_of(share), lw=0, zorder=3 + 0.01 * (len(moments) - number))
-        ax.plot(x, y, color="white", lw=0.7, zorder=3.005 + 0.01 * (len(moments) - number))
-    _style(ax, layer, "", "iteration")
-    ax.set_ylim(moments[0] - 0.4 * gap, moments[-1] + 3 * gap)
+def _draw_weights(ax: Axes, run: _Run, layer: str) -> Any:
+    """One layer as a heat map: a row a moment, a column a bin, the colour the share of the layer's weights in it."""
+    import numpy as np
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm  # type: ignore[import-not-found, unused-ignore]
+
+    moments = _evenly(sorted(run.weights), _MOMENTS)
+    lines = [run.weights[step] for step in moments]
+    low, high = min(line["range"][0] for line in lines), max(line["range"][1] for line in lines)
+    bins = max(len(line["layers"].get(layer, [0])) for line in lines)
+    edges = np.linspace(low, high, 1 + bins // math.ceil(bins / _COLUMNS))
+    shares = np.array([_shares(line["range"], line["layers"].get(layer, [0]), edges) for line in lines])
+    occupied = np.flatnonzero(shares.any(0))
+    first, last = (occupied[0], occupied[-1] + 1) if len(occupied) else (0, len(edges) - 1)
+    edges, shares = edges[first : last + 1], np.ma.masked_less_equal(shares[:, first:last], 0)
+    between = [(a + b) / 2 for a, b in pairwise(moments)]
+    rows = [moments[0] - (not between), *between, moments[-1] + (not between)]
+    shades = LinearSegmentedColormap.from_list("shades", _SHADES)
+    mesh = ax.pcolormesh(edges, rows, shares, cmap=shades, norm=LogNorm(3e-4, 1))
+    _style(ax, layer, "")
+    ax.grid(visible=False)
+    ax.use_sticky_edges = False
+    ax.margins(x=0.05, y=0)
     _thousands(ax.yaxis, moments[-1])
     levels = _levels(run.config.get("levels"))
     if levels:
-        ax.set_xticks(levels, [f"{level:+g}".replace("-", "−") if level else "0" for level in levels])
+        ax.set_xticks(levels, [_signed(levels_label([level])) for level in levels])
+    return mesh
+
+
+def _shares(span: Sequence[float], counts: Sequence[float], edges: Any) -> Any:
+    """A histogram in other bins, as shares of the whole: differences of its cumulated counts at the new edges."""
+    import numpy as np
+
+    cumulated = np.concatenate([[0.0], np.cumsum(counts)])
+    own = np.linspace(span[0], span[1], len(cumulated))
+    return np.diff(np.interp(edges, own, cumulated)) / max(cumulated[-1], 1)
+
+
+def _colour_bar(figure: Figure, mesh: Any) -> None:
+    bar = figure.colorbar(mesh, ax=figure.axes, shrink=0.55, aspect=18, pad=0.015, anchor=(0, 1))
+    bar.set_ticks([0.001, 0.01, 0.1, 1], labels=["0.1 %", "1 %", "10 %", "100 %"])
+    bar.ax.tick_params(labelsize=8, color=_GRID, labelcolor=_INK, which="both")
+    bar.ax.minorticks_off()
+    bar.ax.set_title("share of\nthe layer", loc="left", fontsize=8, color=_INK)
+    bar.outline.set_visible(False)
 
 
 def projections(out: Path) -> list[Path]:
@@ -215,14 +244,14 @@ def projections(out: Path) -> list[Path]:
     Raises:
         PlotError: matplotlib is not installed.
     """
-    binary = _draw_mirror(Tanh(), BINARY.nearest, "tanh", out / "tanh.png")
-    ternary = _draw_mirror(ShiftedTanh(TERNARY), TERNARY.nearest, "Shifted tanh, levels −1, 0, +1", out / "stanh.png")
+    binary = _draw_mirror(Tanh(), BINARY.nearest, "tanh, levels −1, +1", out / "tanh.png")
+    ternary = _draw_mirror(ShiftedTanh(TERNARY), TERNARY.nearest, "shifted tanh, levels −1, 0, +1", out / "stanh.png")
     return [binary, ternary]
 
 
 def _draw_mirror(mirror: Mirror, hard: Callable[[torch.Tensor], torch.Tensor], title: str, out: Path) -> Path:
     dual = torch.linspace(-2, 2, 1601, dtype=torch.float64)
-    primal = torch.tanh(torch.linspace(-9, 9, 1601, dtype=torch.float64))  # dense where the inverse is steep
+    primal = torch.tanh(torch.linspace(-17, 17, 3201, dtype=torch.float64))  # dense where the inverse is steep
     figure = _figure(10.2, 3.6)
     axes = figure.subplots(1, 3)
     axes[0].plot(dual, hard(dual), color=_FAINT, ls=(0, (4, 3)), lw=1.2, label="β → ∞")
@@ -267,29 +296,33 @@ def comparison(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
         raise PlotError("no quantized method to compare: give the rows of at least one beside the float reference")
     figure = _figure(7.2, 1.5 + 0.46 * len(bars))
     ax = figure.subplots()
-    start = _axis_start([value for values in [*bars.values(), floats] for value in values])
+    every = [value for values in (*bars.values(), floats) for value in values]
+    start = _axis_start(every)
     _draw_bars(ax, bars, start)
+    ax.set_xlim(start, min(100.0, max(every) + 0.05 * (max(every) - start)))
     if floats:
         mean = math.fsum(floats) / len(floats)
+        ax.axvline(mean, color="white", lw=3, zorder=4)
         ax.axvline(mean, color=_INK, ls=(0, (4, 3)), lw=1.3, zorder=4)
-        ax.annotate(f"float {mean:.2f}", (mean, 1), (0, 3), xycoords=("data", "axes fraction"), **_note("center"))
+        ax.text(
+            mean, 1.02, f"float {mean:.2f}", transform=ax.get_xaxis_transform(), ha="center", fontsize=8.5, color=_INK
+        )
+    _headline(figure, "Test accuracy of the rounded network, %")
     return _save(figure, out)
 
 
 def _draw_bars(ax: Axes, bars: Mapping[tuple[str, str], Sequence[float]], start: float) -> None:
-    several_levels = len({levels for _, levels in bars}) > 1
+    several = len({levels for _, levels in bars}) > 1
+    names = []
     for place, ((method, levels), values) in enumerate(bars.items()):
         mean = math.fsum(values) / len(values)
         ax.barh(place, mean - start, left=start, height=0.62, color=_COLOURS.get(method, _FAINT), zorder=2)
         if len(values) > 1:
             ax.plot(values, [place] * len(values), "o", ms=4.5, color="white", mec=_INK, mew=0.8, zorder=5)
-        ax.annotate(f"{mean:.2f}", (start, place), (6, 0), color="white", fontweight="bold", **_note("left", "center"))
-    names = [method_label(method) + (f"  {levels}" if several_levels else "") for method, levels in bars]
+        names.append(method_label(method) + (f" ({_signed(levels)})" if several else "") + f"  {mean:.2f}")
+    _style(ax, "", f"the axis starts at {start:g} %" if start else "")
     ax.set_yticks(range(len(bars)), names)
     ax.invert_yaxis()
-    ax.set_xlim(start, None)
-    cut = f" (the axis starts at {start:g})" if start else ""
-    _style(ax, "Test accuracy of the rounded network, %" + cut, "")
     ax.grid(visible=False, axis="y")
     ax.tick_params(axis="y", length=0, labelsize=9)
 
@@ -304,14 +337,25 @@ def _axis_start(values: Sequence[float]) -> float:
 
 def _load(folder: Path) -> _Run:
     """A run folder; a step that was recorded twice, before and after a resume, counts as recorded last."""
-    config = _read_json(folder / "config.json")
+    config = _checked(folder / "config.json")
     summary = _read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
-    recipe = summary.get("recipe") or config.get("recipe") or ""
-    run = _Run(folder, config, name=recipe.split("/")[-1] or str(config.get("method", folder.name)))
+    recipe = str(summary.get("recipe") or config.get("recipe") or "")
+    run = _Run(folder, config, name=recipe.split("/")[-1] or config["method"])
     for line in _read_lines(folder / "metrics.jsonl"):
         if line["kind"] in _FIELDS:
             getattr(run, line["kind"])[line["step"]] = line
     return run
+
+
+def _checked(file: Path) -> dict[str, Any]:
+    """A run's configuration; what is read from it here is of the right type."""
+    config = _read_json(file)
+    levels = config.get("levels")
+    if not isinstance(config.get("method"), str):
+        raise PlotError(f"{file}: method is {config.get('method')!r}, expected a name")
+    if not (levels is None or isinstance(levels, str) or _numbers(levels)):
+        raise PlotError(f"{file}: levels are {levels!r}, expected a name or numbers")
+    return config
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -329,7 +373,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _read_lines(file: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file. What follows its last line break is still being written, or was cut off: ignored."""
     try:
-        *lines, tail = file.read_bytes().split(b"\n")
+        *lines, _ = file.read_bytes().split(b"\n")
     except OSError as error:
         raise PlotError(f"{file}: not readable ({error}); is {file.parent} a run folder?") from error
     return [_parse(line, f"{file}, line {number}") for number, line in enumerate(lines, 1)]
@@ -340,7 +384,7 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
         content = json.loads(line)
     except ValueError as error:
         raise PlotError(f"{place}: not JSON ({error}); mend or remove the line") from error
-    if not isinstance(content, dict) or "kind" not in content:
+    if not isinstance(content, dict) or not isinstance(content.get("kind"), str):
         raise PlotError(f'{place}: expected a JSON object with a "kind", found {line[:60]!r}')
     for key in _FIELDS.get(content["kind"], ()):
         if not _sound(key, content.get(key)):
@@ -353,8 +397,10 @@ def _sound(key: str, value: Any) -> bool:
     if key == "range":
         return _numbers(value) and len(value) == 2 and value[0] < value[1]
     if key == "layers":
-        return isinstance(value, dict) and all(_numbers(counts) and min(counts) >= 0 for counts in value.values())
-    return isinstance(value, int) if key == "step" else isinstance(value, int | float)
+        return isinstance(value, dict) and len(value) > 0 and all(map(_numbers, value.values()))
+    if key == "beta" and value is None:
+        return True
+    return isinstance(value, int if key == "step" else int | float)
 
 
 def _numbers(value: Any) -> bool:
@@ -372,7 +418,10 @@ def _figure(width: float, height: float) -> Figure:
 
 def _save(figure: Figure, out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=_DPI, format="png")
+    try:
+        figure.savefig(out, dpi=_DPI, format=out.suffix[1:] or "png")
+    except ValueError as error:
+        raise PlotError(f"{out}: {error}; name a file that ends in .png") from error
     return out
 
 
@@ -390,11 +439,9 @@ def _style(ax: Axes, title: str, x: str, y: str = "") -> None:
 
 
 def _legend(ax: Axes, **options: Any) -> None:
-    ax.legend(fontsize=8.5, title_fontsize=8.5, framealpha=0.9, edgecolor="none", labelcolor=_INK, **options)
-
-
-def _note(across: str, upright: str = "bottom") -> dict[str, Any]:
-    return {"textcoords": "offset points", "ha": across, "va": upright, "fontsize": 8.5, "zorder": 6}
+    ax.legend(
+        fontsize=8.5, title_fontsize=8.5, framealpha=0.9, edgecolor="none", labelcolor=_INK, alignment="left", **options
+    )
 
 
 def _headline(figure: Figure, text: str) -> None:
@@ -450,10 +497,9 @@ def _evenly(items: Sequence[Any], most: int) -> list[Any]:
     return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
 
 
-def _gradient(start: str, end: str) -> Callable[[float], tuple[float, ...]]:
-    """Colours between two, by a share between 0 and 1."""
-    first, last = ([int(code[k : k + 2], 16) / 255 for k in (1, 3, 5)] for code in (start, end))
-    return lambda share: tuple(a + (b - a) * share for a, b in zip(first, last, strict=True))
+def _signed(text: str) -> str:
+    """Minus signs instead of hyphens."""
+    return text.replace("-", "−")
 
 
 def _listed(runs: Sequence[Path]) -> str:
