@@ -332,7 +332,7 @@ def _figures(row: dict[str, Any]) -> list[str]:
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return "-"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
