@@ -17,8 +17,8 @@ def make_run(folder, method="md-tanh-s", levels="binary", steps=60, layers=("con
     (folder / "config.json").write_text(json.dumps(values))
     lines = []
     for step in range(0, steps + 1, 10):
-        beta = None if method in ("ref", "bc") else 1.05**step
-        lines.append({"kind": "train", "step": step, "loss": 2 * math.exp(-step / 20), "lr": 0.01, "beta": beta})
+        loss = 2 * math.exp(-step / 20)
+        lines.append({"kind": "train", "step": step, "loss": loss, "lr": 0.01, "beta": 1.05**step})
         lines.append({"kind": "val", "step": step, "accuracy": 90 - 70 * math.exp(-step / 15), "loss": 1.0})
         counts = [step, 0, 100 - step, 100 - step, 0, step]
         lines.append({"kind": "weights", "step": step, "range": [-1.2, 1.2], "layers": dict.fromkeys(layers, counts)})
@@ -52,8 +52,11 @@ def test_curves_show_every_run_in_the_colour_of_its_method(tmp_path):
     assert not has_colour(pixels, "#117733")
 
 
-def test_one_run_without_beta_has_curves_too(tmp_path):
-    picture(plots.curves([make_run(tmp_path / "ref", "ref", levels=None)], tmp_path / "ref.png"))
+def test_the_float_network_has_neither_beta_nor_levels(tmp_path):
+    run = make_run(tmp_path / "ref", "ref", levels="binary")
+    assert plots._betas(plots._load(run)) == ([], [])
+    assert plots._load(run).config["levels"] is None
+    picture(plots.curves([run], tmp_path / "ref.png"))
 
 
 def test_runs_of_one_method_differ_in_colour_and_label(tmp_path):
@@ -106,10 +109,10 @@ def test_projections_are_two_pictures(tmp_path):
 
 def test_comparison_has_a_bar_a_method_and_a_line_for_float(tmp_path):
     rows = [
-        {"method": "ref", "levels": None, "test_accuracy": 98.0},
-        {"method": "bc", "levels": "binary", "test_accuracy": 95.0},
-        {"method": "md-tanh-s", "levels": "binary", "test_accuracy": 97.0},
-        {"method": "md-tanh-s", "levels": "binary", "test_accuracy": 97.4},
+        {"method": "ref", "levels": None, "test": 98.0},
+        {"method": "bc", "levels": "binary", "test": 95.0},
+        {"method": "md-tanh-s", "levels": "binary", "test": 97.0},
+        {"method": "md-tanh-s", "levels": "binary", "test": 97.4},
     ]
     pixels = picture(plots.comparison(rows, tmp_path / "bars.png"))
     assert pixels.shape == (round(150 * (1.5 + 0.46 * 2)), 1080, 3)
@@ -207,7 +210,7 @@ def test_no_state_of_matplotlib_is_changed(tmp_path):
         return {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != "backend"}
 
     before = settings()
-    plots.comparison([{"method": "bc", "levels": "binary", "test_accuracy": 95.0}], tmp_path / "bars.png")
+    plots.comparison([{"method": "bc", "levels": "binary", "test": 95.0}], tmp_path / "bars.png")
     assert settings() == before
 
 

@@ -19,7 +19,7 @@ import torch
 
 from mirrorquant.levels import BINARY, TERNARY
 from mirrorquant.mirrors import Mirror, ShiftedTanh, Tanh
-from mirrorquant.train.tables import data_label, levels_label, method_label, model_label
+from mirrorquant.train.tables import data_label, level_values, levels_label, method_label, model_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # type: ignore[import-not-found, unused-ignore]
@@ -44,7 +44,7 @@ _COLOURS = {
     "ref": "#555555",
 }
 _BETAS = {1: "#88ccee", 2: "#44aa99", 4: "#117733", 8: "#332288"}
-_LEVELS = {"binary": BINARY, "ternary": TERNARY}
+_NOT_ANNEALED = ("ref", "bc")
 _FIELDS = {"train": ("step", "loss", "beta"), "val": ("step", "accuracy"), "weights": ("step", "range", "layers")}
 _PANELS, _MOMENTS, _COLUMNS = 8, 150, 120
 _SHADES = ["#e3f1f8", "#88ccee", "#4a6fb5", "#332288", "#1a0f4f"]
@@ -90,7 +90,7 @@ def curves(runs: Sequence[Path], out: Path) -> Path:
     loaded = [_load(run) for run in runs]
     if not any(run.train or run.val for run in loaded):
         raise PlotError(f"no training or validation line in {_listed(runs)} yet: let the run go on for a while")
-    annealed = any(run.series("train", "beta")[0] for run in loaded)
+    annealed = any(_betas(run)[0] for run in loaded)
     figure = _figure(9.6, 4.6)
     right = ["loss", "beta"] if annealed else ["loss", "loss"]
     axes = figure.subplot_mosaic([["accuracy", part] for part in right], width_ratios=[1.7, 1])
@@ -99,18 +99,23 @@ def curves(runs: Sequence[Path], out: Path) -> Path:
         _draw_accuracy(axes["accuracy"], run, label, colour, dash)
         _draw_loss(axes["loss"], run, colour, dash)
         if annealed:
-            steps, betas = run.series("train", "beta")
-            axes["beta"].plot(steps, [b if b > 0 else math.nan for b in betas], color=colour, ls=dash, lw=1.6)
+            axes["beta"].plot(*_betas(run), color=colour, ls=dash, lw=1.6)
     _finish_curves(axes, loaded)
     _headline(figure, _task(loaded))
     return _save(figure, out)
+
+
+def _betas(run: _Run) -> tuple[list[int], list[float]]:
+    """The annealing hyperparameter over the steps, of the methods that have one; a log axis has no place for zero."""
+    steps, betas = run.series("train", "beta")
+    return ([], []) if run.config["method"] in _NOT_ANNEALED else (steps, [b if b > 0 else math.nan for b in betas])
 
 
 def _draw_accuracy(ax: Axes, run: _Run, label: str, colour: str, dash: Any) -> None:
     steps, values = run.series("val", "accuracy")
     if not values:
         return
-    best = max(range(len(values)), key=values.__getitem__)
+    best = max(range(len(values)), key=lambda k: (values[k], k))  # of equals the later one, as in training
     ax.plot(steps, values, color=colour, ls=dash, lw=1.5, label=f"{label}  {values[best]:.2f}", zorder=3)
     ax.plot(steps[best], values[best], "o", ms=6, color=colour, mec="white", mew=1.2, zorder=4, clip_on=False)
 
@@ -180,7 +185,7 @@ def histograms(run: Path, out: Path) -> Path:
     _colour_bar(figure, mesh)
     some = "" if len(shown) == len(layers) else f" ({len(shown)} of {len(layers)} layers)"
     levels = loaded.config.get("levels")
-    goal = f" to the levels {_signed(levels_label(levels))}" if levels else ""
+    goal = f" to the levels {_signed(levels_label(levels))}" if level_values(levels) else ""
     _headline(figure, f"{method_label(loaded.name)}: how the weights move{goal}{some}")
     return _save(figure, out)
 
@@ -208,7 +213,7 @@ def _draw_weights(ax: Axes, run: _Run, layer: str) -> Any:
     ax.use_sticky_edges = False
     ax.margins(x=0.05, y=0)
     _thousands(ax.yaxis, moments[-1])
-    levels = _levels(run.config.get("levels"))
+    levels = level_values(run.config.get("levels"))
     if levels:
         ax.set_xticks(levels, [_signed(levels_label([level])) for level in levels])
     return mesh
@@ -289,7 +294,7 @@ def comparison(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
     bars: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         key = (row["method"], levels_label(row.get("levels")))
-        bars.setdefault(key, []).append(float(row["test_accuracy"]))
+        bars.setdefault(key, []).append(float(row["test"]))
     floats = [value for (method, _), values in bars.items() if method == "ref" for value in values]
     bars = {key: values for key, values in bars.items() if key[0] != "ref"}
     if not bars:
@@ -355,7 +360,7 @@ def _checked(file: Path) -> dict[str, Any]:
         raise PlotError(f"{file}: method is {config.get('method')!r}, expected a name")
     if not (levels is None or isinstance(levels, str) or _numbers(levels)):
         raise PlotError(f"{file}: levels are {levels!r}, expected a name or numbers")
-    return config
+    return {**config, "levels": None if config["method"] == "ref" else levels}
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -484,10 +489,6 @@ def _task(runs: Sequence[_Run]) -> str:
     tasks = {(str(run.config.get("data", "")), str(run.config.get("model", ""))) for run in runs}
     (data, model), *rest = tasks
     return "" if rest else ", ".join(filter(None, (data_label(data), model_label(model))))
-
-
-def _levels(levels: str | Sequence[float] | None) -> Sequence[float]:
-    return () if levels is None else _LEVELS.get(levels, ()) if isinstance(levels, str) else levels
 
 
 def _evenly(items: Sequence[Any], most: int) -> list[Any]:

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 __all__ = ["FREE_KEYS", "SPEED_KEYS", "TableError", "compare_row", "compare_table", "results_table"]
-__all__ += ["data_label", "levels_label", "method_label", "model_label"]
+__all__ += ["data_label", "level_values", "levels_label", "method_label", "model_label"]
 
 FREE_KEYS = frozenset({"seed", "data_root", "out", "device"})
 """Overrides that leave a run a reproduction of the paper's cell."""
 
-SPEED_KEYS = frozenset({"amp", "autocast", "channels_last", "compile", "cuda_graph", "deterministic", "fused"})
-SPEED_KEYS |= {"checkpoint_every", "histograms_every", "log_every", "progress", "tensorboard", "threads", "workers"}
-"""Overrides that change how fast a run is and what it writes, not what it computes; as free as ``FREE_KEYS``."""
+SPEED_KEYS = frozenset(
+    {"channels_last", "checkpoint_every", "compile", "deterministic", "histogram_every", "log_every"}
+)
+SPEED_KEYS |= {"precision"}
+"""Overrides of how fast a run is and what it writes, not of what it computes but for rounding: as free as those."""
 
 _BELOW = 0.6
 _MARK = "†"
@@ -84,16 +86,30 @@ def model_label(name: str) -> str:
     return _MODELS.get(name, name)
 
 
+def level_values(levels: str | Sequence[float] | None) -> tuple[float, ...]:
+    """The quantization levels that a configuration means; empty for a float network, and for what cannot be read.
+
+    >>> level_values("ternary"), level_values("-0.5,0.5"), level_values("float")
+    ((-1.0, 0.0, 1.0), (-0.5, 0.5), ())
+    """
+    if levels is None or levels == "float":
+        return ()
+    if not isinstance(levels, str):
+        return tuple(levels)
+    try:
+        return _LEVELS.get(levels) or tuple(float(value) for value in levels.split(","))
+    except ValueError:
+        return ()
+
+
 def levels_label(levels: str | Sequence[float] | None) -> str:
-    """Quantization levels in words: a name, the numbers themselves, or None for a float network.
+    """Quantization levels as text, from their name or their numbers.
 
     >>> levels_label("ternary"), levels_label([-0.5, 0.5]), levels_label(None)
     ('-1, 0, +1', '-0.5, +0.5', 'float')
     """
-    if levels is None:
-        return "float"
-    values = _LEVELS.get(levels) if isinstance(levels, str) else levels
-    return ", ".join(f"{value:+g}" if value else "0" for value in values) if values else str(levels)
+    values = level_values(levels)
+    return ", ".join(f"{value:+g}" if value else "0" for value in values) if values else str(levels or "float")
 
 
 @dataclass(frozen=True)
@@ -296,13 +312,21 @@ def _padded(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) ->
 def compare_row(summary: dict[str, Any]) -> dict[str, Any]:
     """One row of a comparison, from the summary of a run.
 
-    The keys are ``method``, ``levels``, ``bits`` (a weight), ``test_accuracy_soft``, ``val_accuracy``,
-    ``test_accuracy`` (both of the rounded network, in percent) and ``seconds``.
+    The keys are ``method``, ``levels``, ``seed``, ``bits`` (a weight), ``soft`` (test accuracy of the soft network),
+    ``val`` and ``test`` (of the rounded one), ``paper`` and ``seconds``; accuracies are in percent.
     """
     config = summary["config"]
-    kept = ("test_accuracy_soft", "val_accuracy", "test_accuracy", "seconds")
-    row = {"method": config["method"], "levels": config.get("levels"), "bits": summary["parameters"]["bits"]}
-    return row | {key: summary[key] for key in kept}
+    return {
+        "method": config["method"],
+        "levels": "float" if config["method"] == "ref" else config["levels"],
+        "seed": config["seed"],
+        "bits": summary["parameters"]["bits"],
+        "soft": summary["test_accuracy_soft"],
+        "val": summary["val_accuracy"],
+        "test": summary["test_accuracy"],
+        "paper": summary["paper"],
+        "seconds": summary["seconds"],
+    }
 
 
 def compare_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -310,8 +334,8 @@ def compare_table(rows: Sequence[dict[str, Any]]) -> str:
 
     A value that is missing or None is shown as a dash.
 
-    >>> row = {"method": "bc", "levels": "binary", "bits": 1.0, "val_accuracy": 97.8, "test_accuracy": 97.5}
-    >>> print(compare_table([row | {"test_accuracy_soft": 97.5, "seconds": 75}]))
+    >>> row = {"method": "bc", "levels": "binary", "bits": 1.0, "soft": 97.5, "val": 97.8, "test": 97.5}
+    >>> print(compare_table([row | {"seconds": 75}]))
     method  levels  bits a weight  soft %  rounded val %  rounded test %        time
     ------  ------  -------------  ------  -------------  --------------  ----------
     bc      -1, +1           1.00   97.50          97.80           97.50  1 min 15 s
@@ -325,7 +349,7 @@ def compare_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _figures(row: dict[str, Any]) -> list[str]:
-    numbers = [row.get(key) for key in ("bits", "test_accuracy_soft", "val_accuracy", "test_accuracy")]
+    numbers = [row.get(key) for key in ("bits", "soft", "val", "test")]
     return ["-" if number is None else f"{number:.2f}" for number in numbers] + [_duration(row.get("seconds"))]
 
 
