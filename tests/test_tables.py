@@ -1,0 +1,159 @@
+"""The tables hold the numbers of the summaries, mark what falls short, and hide nothing."""
+
+import json
+import re
+
+import pytest
+
+from mirrorquant.train import tables
+
+
+def summary(recipe, accuracy, seed=0, paper=None, overrides=None):
+    data, model, *_, method = (recipe or "digits/digitsnet/binary/md-tanh-s").split("/")
+    return {
+        "recipe": recipe,
+        "config": {"data": data, "model": model, "method": method, "levels": "binary", "seed": seed},
+        "overrides": overrides or {},
+        "paper": paper,
+        "val_accuracy": 99.0,
+        "test_accuracy": accuracy,
+        "test_accuracy_soft": accuracy + 0.25,
+        "seconds": 250.0 + 20 * seed,
+        "iterations_per_second": 400.0,
+        "versions": {"mirrorquant": "0.1", "torch": "2.13.0", "python": "3.11", "device": "NVIDIA H200"},
+        "parameters": {"total": 10, "quantized": 10, "bits": 1.0},
+    }
+
+
+@pytest.fixture
+def put(tmp_path):
+    """Writes summaries as the training does; returns the table made of all of them."""
+
+    def write(*summaries):
+        for index, content in enumerate(summaries):
+            (tmp_path / f"run{index}.json").write_text(json.dumps(content))
+        return tables.results_table(tmp_path)
+
+    return write
+
+
+def cells(text, method):
+    """The rows of a method, as lists of cells."""
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:1] == "|"]
+    return [row for row in rows if row[0] == method]
+
+
+MD = "cifar10/resnet18/binary/md-tanh-s"
+
+
+def test_seeds_are_averaged_and_compared_with_the_paper(put):
+    text = put(*(summary(MD, accuracy, seed, 93.18) for seed, accuracy in enumerate((93.0, 93.2, 93.7))))
+    expected = ["MD-tanh-S", "93.18", "93.30 ± 0.36 (n = 3)", "+0.12", "0, 1, 2", "400", "4.5"]
+    assert cells(text, "MD-tanh-S") == [expected]
+    assert "## Binary weights (tab:res_binary)\n\n### CIFAR-10, ResNet-18" in text
+    assert "†" not in text
+    assert "mirrorquant 0.1, torch 2.13.0, NVIDIA H200" in text
+
+
+@pytest.mark.parametrize(("accuracy", "cell"), [(92.58, "-0.60"), (92.57, "-0.61 †"), (93.18, "+0.00")])
+def test_more_than_six_tenths_below_the_paper_is_marked(put, accuracy, cell):
+    text = put(summary(MD, accuracy, paper=93.18))
+    assert cells(text, "MD-tanh-S")[0][2:4] == [f"{accuracy:.2f}", cell]
+    assert text.count("†") == (2 if "†" in cell else 0)
+
+
+def test_the_mark_links_the_findings_where_there_are_any(put, tmp_path):
+    assert "findings" not in put(summary(MD, 90.0, paper=93.18))
+    (tmp_path / "findings.md").write_text("# Findings")
+    assert "† more than 0.6 points below the paper; [findings.md](findings.md)" in put(summary(MD, 90.0, paper=93.18))
+
+
+def test_tables_columns_and_rows_are_in_the_order_of_the_paper(put):
+    names = ["cifar100/vgg16/ternary/md-tanh-s", "cifar10/mobilenetv2/binary/bc", MD, "cifar10/resnet18/binary/pq-star"]
+    names += ["tinyimagenet/resnet18/binary/bc", "cifar10/resnet18/ref", "cifar10/vgg16/binary/bc"]
+    text = put(*(summary(name, 50.0, paper=50.0) for name in names))
+    assert re.findall(r"^#+ (.*)$", text, re.M) == [
+        "Results",
+        "Binary weights (tab:res_binary)",
+        *("CIFAR-10, VGG-16", "CIFAR-10, ResNet-18", "TinyImageNet, ResNet-18"),
+        *("Binary weights, MobileNetV2 (tab:res_mobilenet_bracewell)", "CIFAR-10, MobileNetV2"),
+        *("Ternary weights (tab:res_ternary)", "CIFAR-100, VGG-16"),
+    ]
+    block = text.split("CIFAR-10, ResNet-18")[1].split("###")[0]
+    assert re.findall(r"^\| (\S+)", block, re.M)[2:] == ["REF", "PQ\\*", "MD-tanh-S"]
+    assert "official validation set" in text.split("### TinyImageNet")[1].split("##")[0]
+
+
+def test_the_float_network_stands_in_the_ternary_table_beside_ternary_runs(put):
+    runs = [summary(f"cifar10/resnet18/{name}", 93.0, paper=93.0) for name in ("ref", "ternary/pq")]
+    text = put(*runs)
+    assert len(cells(text, "REF (float)")) == 2
+    assert len(cells(text, "PQ")) == 1
+
+
+def test_data_sets_outside_the_paper_have_no_paper_column(put):
+    text = put(summary("digits/digitsnet/ref", 98.0), summary("digits/digitsnet/binary/md-tanh-s", 97.5))
+    section = text.split("## Not in the paper\n\n### UCI digits, DigitsNet")[1]
+    assert "paper |" not in section
+    assert cells(text, "REF (float)")[0][:3] == ["REF (float)", "float", "98.00"]
+    assert cells(text, "MD-tanh-S")[0][:3] == ["MD-tanh-S", "-1, +1", "97.50"]
+
+
+def test_runs_with_overrides_that_matter_are_listed_apart(put):
+    free = {"seed": 1, "device": "cuda", "out": "x", "data_root": "y", "compile": True}
+    text = put(
+        summary(MD, 93.0, 1, 93.18, overrides=free),
+        summary(MD, 80.0, 1, 93.18, overrides={"iterations": 500, "skip": "a|b", "seed": 1}),
+        summary(None, 70.0),
+    )
+    table, others = text.split("## Other runs")
+    assert cells(table, "MD-tanh-S")[0][2] == "93.00"
+    assert "80.00" not in table
+    assert cells(others, MD) == [[MD, r"`iterations=500`, `skip=a\|b`", "80.00", "1", "400", "4.5"]]
+    assert cells(others, "digits, digitsnet, md-tanh-s")[0][1:3] == ["no recipe", "70.00"]
+
+
+def test_other_json_is_ignored_and_subfolders_are_read(tmp_path):
+    (tmp_path / "step_cost.json").write_text("[1, 2]")
+    (tmp_path / "other.json").write_text('{"device": "cpu"}')
+    assert "There are no runs yet" in tables.results_table(tmp_path)
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "run.json").write_text(json.dumps(summary(MD, 93.0, paper=93.18)))
+    (tmp_path / "h200" / "config.json").write_text(json.dumps({"recipe": MD}))
+    assert cells(tables.results_table(tmp_path), "MD-tanh-S")[0][2] == "93.00"
+
+
+def test_broken_files_and_seeds_that_come_twice_are_refused_by_name(put, tmp_path):
+    with pytest.raises(tables.TableError, match=r"run1\.json: .* with seed 0 is in .*run0\.json too"):
+        put(summary(MD, 93.0), summary(MD, 93.1))
+    with pytest.raises(tables.TableError, match=r"run1\.json: the summary has no 'test_accuracy'"):
+        put(summary(MD, 93.0), {key: value for key, value in summary(MD, 93.0, 1).items() if key != "test_accuracy"})
+    with pytest.raises(tables.TableError, match=r"run1\.json: the summary holds a value of the wrong type"):
+        put(summary(MD, 93.0), {**summary(MD, 93.0, 1), "test_accuracy": "many"})
+    (tmp_path / "run1.json").write_text('{"recipe": ')
+    with pytest.raises(tables.TableError, match=r"run1\.json: not readable as JSON"):
+        tables.results_table(tmp_path)
+    with pytest.raises(tables.TableError, match="no such folder"):
+        tables.results_table(tmp_path / "none")
+
+
+def test_the_same_runs_make_the_same_text(put):
+    runs = [summary(MD, 93.0, seed, 93.18) for seed in (2, 0, 1)]
+    assert put(*runs) == put(*reversed(runs))
+
+
+def test_comparison_is_aligned(put):
+    rows = [tables.compare_row(summary(f"digits/digitsnet/binary/{name}", 97.5)) for name in ("bc", "md-tanh-s")]
+    rows.append({"method": "ref", "levels": "float", "bits": 32.0, "test": 98.0, "seconds": 4.26})
+    lines = tables.compare_table(rows).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[2].split() == ["bc", "-1,", "+1", "1.00", "97.75", "99.00", "97.50", "4", "min", "10", "s"]
+    assert lines[4].split() == ["ref", "float", "32.00", "-", "-", "98.00", "4.3", "s"]
+    assert "rounded test %" in tables.compare_table([])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "-"), (0, "0.0 s"), (59.96, "1 min 00 s"), (253, "4 min 13 s"), (3700, "1 h 01 min")]
+)
+def test_durations_read_well(seconds, text):
+    assert tables._duration(seconds) == text
