@@ -2,7 +2,7 @@
 
     python benchmarks/train_paths_agree.py [--recipe NAME] [--steps 200] [--json FILE]
 
-Each path trains from the same seed on the same batches, once in float32 (without TF32) and once in bfloat16 autocast. In
+Each path trains from the same seed on the same batches, in float32 (without TF32) and in bfloat16 autocast. In
 float32 the curves part only by the order of sums; training amplifies that, so the tolerance grows along the curve. In
 bfloat16 the paths round at other places: there the curves are compared after smoothing over 20 steps.
 """
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--precisions", nargs="+", default=["float32", "bfloat16"], choices=list(TOLERANCE))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, as in data=synthetic:3x32x32:10")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="data=synthetic:3x32x32:10, say")
     arguments = parser.parse_args()
     chip = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{arguments.recipe}, {arguments.steps} steps, {chip}, torch {torch.__version__}")

@@ -2,8 +2,8 @@
 
     python benchmarks/train_speed.py [--recipe NAME] [--json FILE] [key=value ...]
 
-Needs CUDA. Each path trains the recipe (ResNet-18, batch 128, MD-tanh-S unless told) as ``mirrorquant train`` does, with
-evaluation left out. The optimizers take their steps over ResNet-18's 22 tensors inside a CUDA graph, so that the
+Needs CUDA. Each path trains the recipe (ResNet-18, batch 128, MD-tanh-S unless told) as ``mirrorquant train`` does,
+with evaluation left out. The optimizers take their steps over ResNet-18's 22 tensors inside a CUDA graph, so that the
 launches of small kernels cost neither side. The floor is the arithmetic of the convolutions at the rate of a large
 bfloat16 matrix product on the same GPU, and for the optimizer the bytes that it must move at the rate of a large copy.
 """

@@ -236,4 +236,6 @@ def _parse(text: str) -> tuple[str, Any]:
             return key, [part for part in value.split(",") if part]
         return key, {"int": int, "float": float, "str": str}[kind](value)
     except (ValueError, KeyError):
-        raise ConfigError(f"{key}={value}: {value!r} is not {'true or false' if kind.startswith('bool') else kind}") from None
+        raise ConfigError(
+            f"{key}={value}: {value!r} is not {'true or false' if kind.startswith('bool') else kind}"
+        ) from None

@@ -5,12 +5,12 @@ CPU for nothing:
 
 - The images live on the device, and so does an epoch's plan: the order of its images, the random numbers of its
   augmentation, and for each of its steps the learning rate and β. A counter on the device says which step it is.
-- All latents of a group lie in one flat tensor, and so do the optimizer's moments. Pulling back, the optimizer's update,
-  settling and projecting are then one elementwise function of flat tensors, which compiles to one kernel, whatever the
-  method; the methods' own hooks are what is compiled.
-- The network computes with copies of the weights in its own precision (bfloat16 under autocast), which that kernel writes.
-  The latent is the float32 master, so the model's own weights need not be written at each step: ``sync`` does it before
-  anybody looks.
+- All latents of a group lie in one flat tensor, and so do the optimizer's moments. Pulling back, the update of the
+  optimizer, settling and projecting are then one elementwise function of flat tensors, which compiles to one kernel,
+  whatever the method; the methods' own hooks are what is compiled.
+- The network computes with copies of the weights in its own precision (bfloat16 under autocast), which that kernel
+  writes. The latent is the float32 master, so the model's own weights need not be written at each step: ``sync`` does
+  it before anybody looks.
 - The first steps run as they are, which compiles them; then a step is captured, and from there on replayed.
 """
 
@@ -69,7 +69,7 @@ class FastStep:
     ) -> None:
         self.model, self.opt, self.loader, self.lr_at, self.losses, self.say = model, opt, loader, lr_at, losses, say
         self.dtype, self.device = dtype, losses.device
-        names = {p: name for name, p in model.named_parameters()}
+        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self.parts = [part for i in range(len(opt.param_groups)) for part in _parts(opt, i, names, dtype)]
         self.weights = {name: w for part in self.parts for name, w in part.weights.items()}
         self.channels_last = any(_is_channels_last(w) for w in self.weights.values())
@@ -177,7 +177,9 @@ class FastStep:
             with torch.cuda.graph(graph):
                 self._step()
         except RuntimeError as error:
-            self.say(f"this step cannot be captured in a CUDA graph ({_first_line(error)}): it runs without one, slower")
+            self.say(
+                f"this step cannot be captured in a CUDA graph ({_first_line(error)}): it runs without one, slower"
+            )
             self.capture = False
             return
         self.graph = graph
@@ -188,7 +190,7 @@ class FastStep:
         if not self.capture:
             yield
             return
-        stream = torch.cuda.Stream(self.device)
+        stream: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             yield
@@ -206,7 +208,7 @@ class Part:
     """The parameters of one group that compute in one precision, in flat tensors.
 
     ``latent`` (d×n for a lifted method, else n numbers) is the master, with the optimizer's ``moments`` beside it;
-    ``weight`` and ``grad`` are what the network computes with. ``weights`` and ``grads`` are views of them, one a tensor.
+    ``weight`` and ``grad`` are what the network computes with, ``weights`` and ``grads`` views of them, one a tensor.
     """
 
     def __init__(self, opt: MirrorDescent, index: int, params: dict[str, Tensor], dtype: torch.dtype) -> None:
@@ -314,7 +316,8 @@ class Adam:
         square = self.beta2 * moments[1] + (1 - self.beta2) * grad * grad
         moments[0].copy_(mean)
         moments[1].copy_(square)
-        return x - size * (mean / (square.sqrt() / root + self.eps))
+        moved: Tensor = x - size * (mean / (square.sqrt() / root + self.eps))
+        return moved
 
 
 class SGD:
@@ -359,8 +362,8 @@ def _shape(flat: Tensor, like: Tensor) -> Tensor:
     """A view of n numbers (d×n: of each row) in the shape and memory format of a parameter."""
     if _is_channels_last(like):
         out, channels, height, width = like.shape
-        return flat.unflatten(-1, (out, height, width, channels)).movedim(-1, -3)
-    return flat.unflatten(-1, like.shape)
+        return flat.view(*flat.shape[:-1], out, height, width, channels).movedim(-1, -3)
+    return flat.view(*flat.shape[:-1], *like.shape)
 
 
 def _flatten(grad: Tensor, like: Tensor) -> Tensor:

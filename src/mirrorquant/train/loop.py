@@ -63,6 +63,7 @@ class Run:
     def __init__(self, config: Config, folder: Path, *, resume: bool = False, quiet: bool = False) -> None:
         self.config, self.folder, self.quiet = config, folder, quiet
         self.device = config.torch_device
+        self.progress: Progress | None = None
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         self.lock = _Lock(folder)
@@ -87,7 +88,7 @@ class Run:
             with Progress(name, self.config.iterations, self.step, quiet=self.quiet) as progress, _signals() as stop:
                 for message in self.messages:
                     progress.say(message)
-                self.say = progress.say
+                self.progress = progress
                 self._iterate(progress, stop)
             return self._finish()
         finally:
@@ -114,12 +115,12 @@ class Run:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.opt: MirrorDescent = config.build_optimizer(self.model, self.loader.batches_per_epoch)
         self.network: Callable[[Tensor], Tensor] = torch.compile(self.model) if config.wants("compile") else self.model
-        self.engine, self.fast = "graph" if config.fast else "eager", None
+        self.engine = "graph" if config.fast else "eager"
+        self.fast: FastStep | None = None
         self.step, self.seconds, self.best_step, self.best_accuracy = 0, 0.0, -1, -1.0
         self.best: dict[str, Tensor] = {}
         self.losses = torch.zeros((), device=self.device)
         self.messages: list[str] = []
-        self.say: Callable[[str], None] = self.messages.append
 
     def _loader(self, images: Images, augment: str) -> Loader:
         config = self.config
@@ -174,16 +175,30 @@ class Run:
         try:
             if self.fast is None:
                 self.model.train()
-                options = {"dtype": self.config.dtype, "compiled": self.config.wants("compile"), "say": self.say}
-                self.fast = FastStep(self.model, self.opt, self.loader, self.config.lr_at, self.losses, **options)
+                self.fast = FastStep(
+                    self.model,
+                    self.opt,
+                    self.loader,
+                    self.config.lr_at,
+                    self.losses,
+                    dtype=self.config.dtype,
+                    compiled=self.config.wants("compile"),
+                    say=self._say,
+                )
             self.fast(self.step)
         except Exception as error:
             if self.fast is not None and self.fast.runs:
                 raise
             self.engine, self.fast = "eager", None
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self.say(f"engine=graph cannot train this ({reason}): the plain engine does, slower")
+            self._say(f"engine=graph cannot train this ({reason}): the plain engine does, slower")
             self.losses += self._train_step()
+
+    def _say(self, message: str) -> None:
+        """Beside the progress bar, where there is one by now."""
+        self.messages.append(message)
+        if self.progress is not None:
+            self.progress.say(message)
 
     def _sync(self) -> None:
         """Model and optimizer as the plain engine would have them."""
@@ -358,7 +373,6 @@ class Run:
             "parameters": count_parameters(layers(self.opt)),
             "layers": layers(self.opt),
         }
-
 
     def _engine(self) -> dict[str, Any]:
         """What was chosen for speed, and the memory that it took."""
