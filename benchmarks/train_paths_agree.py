@@ -73,11 +73,14 @@ def main() -> None:
     arguments = parser.parse_args()
     chip = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{arguments.recipe}, {arguments.steps} steps, {chip}, torch {torch.__version__}")
-    rows = [compare(arguments.recipe, arguments.steps, p, arguments.overrides) for p in arguments.precisions]
+    torch.backends.cudnn.allow_tf32 = False
+    report = {"recipe": arguments.recipe, "steps": arguments.steps, "chip": chip, "torch": torch.__version__}
+    rows: list[dict[str, object]] = []
+    for precision in arguments.precisions:
+        rows.append(compare(arguments.recipe, arguments.steps, precision, arguments.overrides))
+        if arguments.json:
+            arguments.json.write_text(json.dumps({**report, "tolerance": TOLERANCE, "rows": rows}) + "\n")
     print("the paths agree" if all(row["agree"] for row in rows) else "THE PATHS DIFFER")
-    if arguments.json:
-        report = {"recipe": arguments.recipe, "steps": arguments.steps, "chip": chip, "torch": torch.__version__}
-        arguments.json.write_text(json.dumps({**report, "tolerance": TOLERANCE, "rows": rows}) + "\n")
 
 
 if __name__ == "__main__":

@@ -150,20 +150,25 @@ def main() -> None:
     report: dict[str, object] = {"recipe": arguments.recipe, "overrides": arguments.overrides}
     report |= {"chip": torch.cuda.get_device_name(), "torch": torch.__version__}
     print(f"{arguments.recipe}, {report['chip']}, torch {torch.__version__}")
+
+    def keep() -> None:
+        if arguments.json:
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
     report["floor"] = limits = floor(arguments.recipe)
     print("floor     " + "  ".join(f"{key} {value:.4g}" for key, value in limits.items()))
     report["paths"] = rows = {}
     for path in arguments.paths:
         rows[path] = path_speed(arguments.recipe, [*PATHS[path], *arguments.overrides], arguments.steps)
         print(f"{path:9} " + "  ".join(f"{key} {value:.4g}" for key, value in rows[path].items()), flush=True)
+        keep()
     adam = optimizer_step(None)
     report["optimizer_us"] = steps = {"fused adam": 1e6 * adam}
     for method in arguments.methods:
         steps[method] = 1e6 * optimizer_step(method)
+        keep()
     for method, us in steps.items():
         print(f"step of {method:14} {us:7.1f} us  {us / steps['fused adam']:.2f} x fused Adam")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
