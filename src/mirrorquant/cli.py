@@ -23,9 +23,11 @@ from typing import Any
 
 from mirrorquant import methods
 from mirrorquant._version import __version__
-from mirrorquant.train import recipes
+from mirrorquant.data import load
+from mirrorquant.train import checkpoint, plots, recipes
 from mirrorquant.train.config import Config, ConfigError
 from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, layers
+from mirrorquant.train.tables import TableError, compare_row, compare_table, results_table
 
 __all__ = ["main"]
 
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
-    except (*USER_ERRORS, recipes.RecipeError, _plot_error()) as error:
+    except (*USER_ERRORS, recipes.RecipeError, plots.PlotError, TableError) as error:
         print(f"mirrorquant: {error}", file=sys.stderr)
         return 1
     return 0
@@ -79,7 +81,7 @@ def train(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(summary))
         return
-    _print_table([_row(summary)])
+    _print_table([compare_row(summary)])
     for path in _pictures([run.folder]):
         print(f"wrote {path}")
     print(f"wrote {run.folder / 'best.mq'}, the best rounded network\n\nnext:")
@@ -99,7 +101,7 @@ def compare(options: argparse.Namespace) -> None:
             summary = run.train()
             if options.results:
                 _keep(summary, options.results)
-            rows.append(_row(summary))
+            rows.append(compare_row(summary))
             folders.append(run.folder)
     if options.json:
         print(json.dumps(rows))
@@ -117,8 +119,6 @@ def compare(options: argparse.Namespace) -> None:
 
 def evaluate(options: argparse.Namespace) -> None:
     """Evaluates the best rounded network of a run."""
-    from mirrorquant.data import load
-
     config, state = _best(options.folder)
     data = load(config.data, config.data_root).to(config.torch_device)
     model, opt = _model(config, len(data.classes), data.shape[0])
@@ -202,8 +202,6 @@ def _summary_of(folder: Path) -> dict[str, Any]:
 
 def table(options: argparse.Namespace) -> None:
     """Rebuilds the paper's tables from the results."""
-    from mirrorquant.train.tables import results_table
-
     text = results_table(options.results)
     if options.write:
         (options.results / "README.md").write_text(text, encoding="utf-8")
@@ -214,8 +212,6 @@ def table(options: argparse.Namespace) -> None:
 
 def curves(options: argparse.Namespace) -> None:
     """Draws training curves."""
-    from mirrorquant.train import plots
-
     for folder in options.folders:
         Config.load(folder / "config.json")
     print(f"wrote {plots.curves(options.folders, options.out)}")
@@ -223,8 +219,6 @@ def curves(options: argparse.Namespace) -> None:
 
 def draw_projections(options: argparse.Namespace) -> None:
     """Draws projections, inverses and mirror maps."""
-    from mirrorquant.train import plots
-
     for path in plots.projections(options.out):
         print(f"wrote {path}")
 
@@ -256,8 +250,6 @@ def _keep(summary: dict[str, Any], results: Path) -> None:
 
 
 def _best(folder: Path) -> tuple[Config, dict[str, Any]]:
-    from mirrorquant.train import checkpoint
-
     config = Config.load(folder / "config.json")
     state = checkpoint.load(folder / "best.mq")
     if state.get("config") != config.text():
@@ -270,31 +262,12 @@ def _model(config: Config, classes: int, channels: int) -> tuple[Any, Any]:
     return model, config.build_optimizer(model, 1)
 
 
-def _row(summary: dict[str, Any]) -> dict[str, Any]:
-    config = summary["config"]
-    return {
-        "method": config["method"],
-        "levels": "float" if config["method"] == "ref" else config["levels"],
-        "seed": config["seed"],
-        "bits": summary["parameters"]["bits"],
-        "soft": summary["test_accuracy_soft"],
-        "val": summary["val_accuracy"],
-        "test": summary["test_accuracy"],
-        "paper": summary["paper"],
-        "seconds": summary["seconds"],
-    }
-
-
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    from mirrorquant.train.tables import compare_table
-
     print("\n" + compare_table(rows) + "\n")
 
 
 def _pictures(folders: list[Path], rows: list[dict[str, Any]] | None = None, out: Path | None = None) -> list[Path]:
     """The curves, the histograms, and the bars of a comparison; a hint where matplotlib is missing."""
-    from mirrorquant.train import plots
-
     out = out or folders[0]
     try:
         paths = [plots.curves(folders, out / "curves.png")]
@@ -308,12 +281,6 @@ def _pictures(folders: list[Path], rows: list[dict[str, Any]] | None = None, out
 
 def _has_histograms(folder: Path) -> bool:
     return bool(Config.load(folder / "config.json").histogram_every)
-
-
-def _plot_error() -> type[Exception]:
-    from mirrorquant.train.plots import PlotError
-
-    return PlotError
 
 
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:

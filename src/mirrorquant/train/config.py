@@ -34,7 +34,8 @@ class Config:
 
     ``eval_every``: the rounded network is validated at this cadence. ``recalibrate``: training batches from which the
     batch-norm statistics of the rounded network are taken anew before the final test; 0 keeps those of the soft
-    weights, as the paper does. ``precision``: float32, or bfloat16 autocast.
+    weights, as the paper does. ``precision``: float32, or bfloat16 autocast. ``threads``: on the CPU, 0 for torch's own
+    choice.
     """
 
     data: str = "digits"
@@ -67,6 +68,7 @@ class Config:
     channels_last: bool = False
     compile: bool = False
     deterministic: bool = False
+    threads: int = 0
     device: str = "auto"
     data_root: str = "data"
     recipe: str = ""

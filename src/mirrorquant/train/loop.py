@@ -62,12 +62,18 @@ class Run:
     def __init__(self, config: Config, folder: Path, *, resume: bool = False, quiet: bool = False) -> None:
         self.config, self.folder, self.quiet = config, folder, quiet
         self.device = config.torch_device
+        if config.threads:
+            torch.set_num_threads(config.threads)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         self.lock = _Lock(folder)
+        path = folder / "config.json"
         try:
-            self._open(resume)
+            if not resume and path.exists():
+                raise RunError(f"{folder} holds a run already: continue it with --resume, or choose another --out")
             self._build()
+            if not resume:
+                checkpoint.write_atomically(path, config.text().encode())
         except BaseException:
             self.lock.release()
             raise
@@ -93,13 +99,6 @@ class Run:
             self.lock.release()
 
     # Setting up.
-
-    def _open(self, resume: bool) -> None:
-        path = self.folder / "config.json"
-        if not resume and path.exists():
-            raise RunError(f"{self.folder} holds a run already: continue it with --resume, or choose another --out")
-        if not resume:
-            checkpoint.write_atomically(path, self.config.text().encode())
 
     def _build(self) -> None:
         config = self.config

@@ -76,6 +76,7 @@ _TYPES: dict[str, type] = {
     "pq_rate": float,
     "skip": list,
     "stem_stride": int,
+    "threads": int,
     "weight_decay": float,
 }
 
