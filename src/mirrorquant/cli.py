@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from mirrorquant.data import load
 from mirrorquant.train import checkpoint, plots, recipes
 from mirrorquant.train.config import Config, ConfigError
 from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, layers
-from mirrorquant.train.tables import TableError, compare_row, compare_table, results_table
+from mirrorquant.train.tables import FREE_KEYS, SPEED_KEYS, TableError, compare_row, compare_table, results_table
 
 __all__ = ["main"]
 
@@ -42,10 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(given[0], commands, 1, cutoff=0.0)
         print(f"mirrorquant: there is no command {given[0]!r}; did you mean {near[0]!r}?", file=sys.stderr)
         return 2
-    options = parser.parse_args(given)
+    changes = [text for text in given if re.match(r"[a-z_]+=", text)]
+    options = parser.parse_args([text for text in given if text not in changes])
     if not hasattr(options, "run"):
         parser.print_help()
         return 2
+    if changes and not hasattr(options, "changes"):
+        parser.error(f"{given[0]} takes no key=value, but there is {changes[0]!r}")
+    options.overrides = changes
     try:
         options.run(options)
     except Interrupted as stop:
@@ -72,8 +77,7 @@ def train(options: argparse.Namespace) -> None:
             raise ConfigError("--resume goes on with a run as it was: a recipe or key=value cannot be given with it")
         run = Run.resume(options.resume, quiet=options.quiet)
     else:
-        name, overrides = _recipe_and_overrides(options)
-        config = Config.from_recipe(name, overrides)
+        config = Config.from_recipe(options.recipe or DEFAULT, options.overrides)
         run = Run(config, options.out or _folder(config), quiet=options.quiet)
     summary = run.train()
     if options.results:
@@ -226,13 +230,6 @@ def draw_projections(options: argparse.Namespace) -> None:
 # What they share.
 
 
-def _recipe_and_overrides(options: argparse.Namespace) -> tuple[str, list[str]]:
-    given = [options.recipe, *options.overrides] if options.recipe else []
-    if given and "=" in given[0]:
-        return DEFAULT, given
-    return (given[0], given[1:]) if given else (DEFAULT, [])
-
-
 def _folder(config: Config) -> Path:
     """runs/NAME-seedK, numbered where it is taken."""
     base = Path("runs") / f"{config.recipe.replace('/', '-')}-seed{config.seed}"
@@ -245,7 +242,9 @@ def _folder(config: Config) -> Path:
 
 def _keep(summary: dict[str, Any], results: Path) -> None:
     results.mkdir(parents=True, exist_ok=True)
-    name = f"{summary['recipe'].replace('/', '-')}-seed{summary['config']['seed']}.json"
+    changes = {k: v for k, v in summary["overrides"].items() if k not in FREE_KEYS | SPEED_KEYS}
+    name = "-".join([summary["recipe"].replace("/", "-"), f"seed{summary['config']['seed']}"])
+    name += "".join(f"-{key}-{re.sub('[^A-Za-z0-9.]+', '-', str(value))}" for key, value in changes.items()) + ".json"
     (results / name).write_text(json.dumps(summary) + "\n", encoding="utf-8")
 
 
@@ -296,13 +295,11 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
     sub = command("train", train, "train a network", "mirrorquant train cifar10/resnet18/binary/md-tanh-s seed=1")
     sub.add_argument("recipe", nargs="?", help=f"a name from 'mirrorquant recipes'; {DEFAULT} unless told")
-    sub.add_argument("overrides", nargs="*", metavar="key=value", help="changes any key of the recipe")
     sub.add_argument("--out", type=Path, help="the run's folder; below runs/ unless told")
     sub.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder")
     _common(sub)
     sub = command("compare", compare, "several methods on one task", "mirrorquant compare digits/digitsnet --seeds 3")
     sub.add_argument("task", nargs="?", default="digits/digitsnet", help="data set and model of the recipes")
-    sub.add_argument("overrides", nargs="*", metavar="key=value", help="changes any key of the recipes")
     sub.add_argument("--methods", default="ref,bc,md-tanh-s", help="as in the recipes' names, with commas in between")
     sub.add_argument("--levels", default="binary", choices=["binary", "ternary"])
     sub.add_argument("--seeds", type=int, default=1, help="how many seeds of each")
@@ -332,6 +329,10 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
 
 def _common(sub: argparse.ArgumentParser) -> None:
+    sub.set_defaults(changes=True)
+    sub.epilog = (
+        "Any key of the recipe can be changed by key=value, as in lr=0.01; 'mirrorquant recipes NAME' shows them."
+    )
     sub.add_argument("--results", type=Path, metavar="DIR", help="also keep the summary as JSON in this folder")
     sub.add_argument("--quiet", action="store_true", help="no progress")
     sub.add_argument("--json", action="store_true", help="print the summary as JSON")

@@ -32,10 +32,10 @@ class ConfigError(ValueError):
 class Config:
     """Everything that a run depends on. The first part comes from a recipe; any key can be overridden.
 
-    ``eval_every``: the rounded network is validated at this cadence. ``recalibrate``: training batches from which the
-    batch-norm statistics of the rounded network are taken anew before the final test; 0 keeps those of the soft
-    weights, as the paper does. ``precision``: float32, or bfloat16 autocast. ``threads``: on the CPU, 0 for torch's own
-    choice.
+    ``augment``: crop-flip, shift, none ...; the data set's own unless told. ``eval_every``: the rounded network is
+    validated at this cadence. ``recalibrate``: training batches from which the batch-norm statistics of the rounded
+    network are taken anew before the final test; 0 keeps those of the soft weights, as the paper does. ``precision``:
+    float32, or bfloat16 autocast. ``threads``: on the CPU, 0 for torch's own choice.
     """
 
     data: str = "digits"
@@ -55,6 +55,7 @@ class Config:
     finalize_at: float = 1.0
     iterations: int = 100000
     batch_size: int = 128
+    augment: str = ""
     affine: bool = False
     skip: list[str] = field(default_factory=list)
     stem_stride: int = 1

@@ -104,7 +104,7 @@ class Run:
         config = self.config
         self.data: Data = load_data(config.data, config.data_root).to(self.device)
         channels = self.data.shape[0]
-        self.loader = self._loader(self.data.train, self.data.augment)
+        self.loader = self._loader(self.data.train, config.augment or self.data.augment)
         self.model = config.build_model(len(self.data.classes), channels).to(self.device)
         if config.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -56,6 +56,7 @@ _LEVELS = ("binary", "ternary")
 _TABLES = ("ref", *_LEVELS)
 _TYPES: dict[str, type] = {
     "affine": bool,
+    "augment": str,
     "batch_size": int,
     "beta_cap": float,
     "beta_interval": int,
