@@ -55,12 +55,20 @@ class Loader:
         if k < 0:
             raise ValueError(f"k is {k}, expected 0 or more: the number of the batch since the start of training")
         epoch, place = divmod(k, self.batches_per_epoch)
+        order, draws = self.epoch(epoch)
+        part = slice(place * self.batch_size, (place + 1) * self.batch_size)
+        return self.compose(order[part], draws[part])
+
+    def compose(self, chosen: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """The batch of some images, by their numbers, augmented by their random numbers."""
+        images = self._augmentation.apply(self.images.images[chosen], draws)
+        return self._normalise(images), self.images.labels[chosen]
+
+    def epoch(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """The order of an epoch's images, and the random numbers of the augmentation of each in that order."""
         if epoch != self._epoch:
             self._begin(epoch)
-        part = slice(place * self.batch_size, (place + 1) * self.batch_size)
-        chosen = self._order[part]
-        images = self._augmentation.apply(self.images.images[chosen], self._draws[part])
-        return self._normalise(images), self.images.labels[chosen]
+        return self._order, self._draws
 
     def _begin(self, epoch: int) -> None:
         digest = hashlib.sha256(f"{self.seed}:{epoch}".encode()).digest()

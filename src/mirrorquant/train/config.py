@@ -35,7 +35,8 @@ class Config:
     ``augment``: crop-flip, shift, none ...; the data set's own unless told. ``eval_every``: the rounded network is
     validated at this cadence. ``recalibrate``: training batches from which the batch-norm statistics of the rounded
     network are taken anew before the final test; 0 keeps those of the soft weights, as the paper does. ``precision``:
-    float32, or bfloat16 autocast. ``threads``: on the CPU, 0 for torch's own choice.
+    float32, or bfloat16 autocast. ``engine``: graph is the fast step of ``train/fast.py``, eager the plain one. What is
+    auto (or None) is chosen for speed on CUDA, and plain on the CPU. ``threads``: on the CPU, 0 for torch's own choice.
     """
 
     data: str = "digits"
@@ -65,9 +66,10 @@ class Config:
     histogram_every: int = 0
     checkpoint_every: int = 1000
     recalibrate: int = 0
-    precision: str = "float32"
-    channels_last: bool = False
-    compile: bool = False
+    engine: str = "auto"
+    precision: str = "auto"
+    channels_last: bool | None = None
+    compile: bool | None = None
     deterministic: bool = False
     threads: int = 0
     device: str = "auto"
@@ -84,7 +86,8 @@ class Config:
         for name in ("lr", "lr_scale", "beta_cap"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but it must be positive")
-        for name, known in (("optimizer", ("adam", "sgd")), ("precision", ("float32", "bfloat16"))):
+        choices = {"engine": ("auto", "eager", "graph"), "precision": ("auto", "float32", "bfloat16")}
+        for name, known in (("optimizer", ("adam", "sgd")), *choices.items()):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, but it must be one of {', '.join(known)}")
         if not 0 < self.finalize_at <= 1:
@@ -154,6 +157,22 @@ class Config:
         except RuntimeError as error:
             raise ConfigError(f"device is {self.device!r}, but it must be auto, cpu, cuda or cuda:N") from error
 
+    @property
+    def fast(self) -> bool:
+        """Whether the fast step trains."""
+        return self.engine == "graph" or (self.engine == "auto" and self.torch_device.type == "cuda")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the network computes in: bfloat16 is autocast."""
+        half = self.torch_device.type == "cuda" if self.precision == "auto" else self.precision == "bfloat16"
+        return torch.bfloat16 if half else torch.float32
+
+    def wants(self, key: str) -> bool:
+        """Whether ``compile`` or ``channels_last`` is on; unless told, it is on CUDA."""
+        value: bool | None = getattr(self, key)
+        return self.torch_device.type == "cuda" if value is None else value
+
     # Files: the exact bytes are checked, since a changed digit would be another experiment.
 
     def as_dict(self) -> dict[str, Any]:
@@ -213,10 +232,13 @@ def _parse(text: str) -> tuple[str, Any]:
         raise ConfigError(f"there is no key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     kind = _TYPES[key]
     try:
-        if kind == "bool":
-            return key, {"true": True, "false": False, "1": True, "0": False}[value.lower()]
+        if kind.startswith("bool"):
+            known = {"true": True, "false": False, "1": True, "0": False}
+            return key, (known if kind == "bool" else {**known, "auto": None})[value.lower()]
         if kind == "list[str]":
             return key, [part for part in value.split(",") if part]
         return key, {"int": int, "float": float, "str": str}[kind](value)
     except (ValueError, KeyError):
-        raise ConfigError(f"{key}={value}: {value!r} is not {'true or false' if kind == 'bool' else kind}") from None
+        raise ConfigError(
+            f"{key}={value}: {value!r} is not {'true or false' if kind.startswith('bool') else kind}"
+        ) from None

@@ -32,6 +32,7 @@ from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.train import checkpoint
 from mirrorquant.train.checkpoint import CheckpointError
 from mirrorquant.train.config import Config, ConfigError
+from mirrorquant.train.fast import FastStep
 from mirrorquant.train.report import Metrics, Progress, read_metrics
 
 __all__ = ["Interrupted", "Run", "RunError", "accuracy", "recalibrate"]
@@ -62,6 +63,7 @@ class Run:
     def __init__(self, config: Config, folder: Path, *, resume: bool = False, quiet: bool = False) -> None:
         self.config, self.folder, self.quiet = config, folder, quiet
         self.device = config.torch_device
+        self.progress: Progress | None = None
         if config.threads:
             torch.set_num_threads(config.threads)
         if config.deterministic:
@@ -92,6 +94,7 @@ class Run:
             with Progress(name, self.config.iterations, self.step, quiet=self.quiet) as progress, _signals() as stop:
                 for message in self.messages:
                     progress.say(message)
+                self.progress = progress
                 self._iterate(progress, stop)
             return self._finish()
         finally:
@@ -106,10 +109,13 @@ class Run:
         channels = self.data.shape[0]
         self.loader = self._loader(self.data.train, config.augment or self.data.augment)
         self.model = config.build_model(len(self.data.classes), channels).to(self.device)
-        if config.channels_last:
+        torch.backends.cudnn.benchmark = self.device.type == "cuda" and not config.deterministic
+        if config.wants("channels_last"):
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.opt: MirrorDescent = config.build_optimizer(self.model, self.loader.batches_per_epoch)
-        self.network: Callable[[Tensor], Tensor] = torch.compile(self.model) if config.compile else self.model
+        self.network: Callable[[Tensor], Tensor] = torch.compile(self.model) if config.wants("compile") else self.model
+        self.engine = "graph" if config.fast else "eager"
+        self.fast: FastStep | None = None
         self.step, self.seconds, self.best_step, self.best_accuracy = 0, 0.0, -1, -1.0
         self.best: dict[str, Tensor] = {}
         self.losses = torch.zeros((), device=self.device)
@@ -142,10 +148,15 @@ class Run:
                     f"mirrorquant train --resume {self.folder}",
                     stop.number,
                 )
-            self.losses += self._train_step()
+            if self.engine == "graph":
+                self._fast_step()
+            else:
+                self.losses += self._train_step()
             self.step += 1
             if self.step == finalize_step and self.step < config.iterations:
+                self._sync()
                 self.opt.finalize()
+                self.fast = None  # built anew, for what stays to train
             if self.step % config.log_every == 0 or self.step == config.iterations:
                 self.seconds = before + time.monotonic() - began
                 self._log(progress)
@@ -158,11 +169,46 @@ class Run:
                 self._save_checkpoint()
         self.seconds = before + time.monotonic() - began
 
+    def _fast_step(self) -> None:
+        """A step of the fast engine; where it cannot serve, it says so and the plain one takes over."""
+        try:
+            if self.fast is None:
+                self.model.train()
+                self.fast = FastStep(
+                    self.model,
+                    self.opt,
+                    self.loader,
+                    self.config.lr_at,
+                    self.losses,
+                    dtype=self.config.dtype,
+                    compiled=self.config.wants("compile"),
+                    say=self._say,
+                )
+            self.fast(self.step)
+        except Exception as error:
+            if self.fast is not None and self.fast.runs:
+                raise
+            self.engine, self.fast = "eager", None
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self._say(f"engine=graph cannot train this ({reason}): the plain engine does, slower")
+            self.losses += self._train_step()
+
+    def _say(self, message: str) -> None:
+        """Beside the progress bar, where there is one by now."""
+        self.messages.append(message)
+        if self.progress is not None:
+            self.progress.say(message)
+
+    def _sync(self) -> None:
+        """Model and optimizer as the plain engine would have them."""
+        if self.fast is not None:
+            self.fast.sync()
+
     def _train_step(self) -> Tensor:
         for group in self.opt.param_groups:
             group["lr"] = self.config.lr_at(self.step)
         x, y = self.loader.batch(self.step)
-        if self.config.channels_last:
+        if self.config.wants("channels_last"):
             x = x.contiguous(memory_format=torch.channels_last)
         self.model.train()
         self.opt.zero_grad()
@@ -178,9 +224,9 @@ class Run:
         return loss.detach()
 
     def _autocast(self) -> torch.autocast | nullcontext[None]:
-        if self.config.precision == "bfloat16":
-            return torch.autocast(self.device.type, torch.bfloat16)
-        return nullcontext()
+        if self.config.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.config.dtype)
 
     def _refuse_nan(self, x: Tensor) -> None:
         """Names the first layer whose output is not finite."""
@@ -210,12 +256,18 @@ class Run:
         self.losses.zero_()
         if not math.isfinite(loss):
             self._refuse_nan(self.loader.batch(self.step - 1)[0])
-        lr, beta = self.config.lr_at(self.step - 1), self.opt.beta
+        lr, beta = self.config.lr_at(self.step - 1), self._beta()
         self.metrics.write("train", self.step, loss=loss, lr=lr, beta=beta, seconds=round(self.seconds, 3))
         best = f"  best val {self.best_accuracy:.2f} %" if self.best_step >= 0 else ""
         progress.update(self.step, f"loss {loss:.3f}  beta {beta:.3g}{best}")
 
+    def _beta(self) -> float:
+        """β at this step, of the first quantized group; the fast step does not tell the optimizer each time."""
+        groups = (group for group in self.opt.param_groups if not isinstance(group["method"], REF))
+        return float(next((group["anneal"](self.step) for group in groups), 1.0))
+
     def _validate(self, progress: Progress) -> None:
+        self._sync()
         with self.opt.quantized():
             found, loss = self.evaluate(self.data.val)
             self.metrics.write("val", self.step, accuracy=found, loss=loss)
@@ -229,6 +281,7 @@ class Run:
 
     @torch.no_grad()
     def _histograms(self) -> None:
+        self._sync()
         levels = self.config.build_method().levels
         low, high = levels.centre - 1.1 * levels.radius, levels.centre + 1.1 * levels.radius
         layers = {}
@@ -241,6 +294,7 @@ class Run:
     # Checkpoints.
 
     def _save_checkpoint(self) -> None:
+        self._sync()
         state = {
             "step": self.step,
             "seconds": self.seconds,
@@ -312,11 +366,18 @@ class Run:
             "seconds": round(self.seconds, 2),
             "iterations_per_second": round(self.step / max(self.seconds, 1e-9), 2),
             "versions": versions(self.device),
+            "engine": self._engine(),
             "curve": [[r["step"], round(r["accuracy"], 3)] for r in rows if r["kind"] == "val"],
             "loss_curve": [[r["step"], round(r["loss"], 5)] for r in rows if r["kind"] == "train"],
             "parameters": count_parameters(layers(self.opt)),
             "layers": layers(self.opt),
         }
+
+    def _engine(self) -> dict[str, Any]:
+        """What was chosen for speed, and the memory that it took."""
+        chosen = {"engine": self.engine, "precision": str(self.config.dtype).removeprefix("torch.")}
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+        return {**chosen, **{key: self.config.wants(key) for key in ("compile", "channels_last")}, "cuda_bytes": peak}
 
 
 def accuracy(

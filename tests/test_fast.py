@@ -1,0 +1,121 @@
+"""The fast step trains as the plain loop does; what needs CUDA is in benchmarks/train_paths_agree.py."""
+
+import pytest
+import torch
+
+from mirrorquant.train.config import Config
+from mirrorquant.train.fast import FastStep, Unsupported
+from mirrorquant.train.loop import Run
+from mirrorquant.train.report import read_metrics
+
+METHODS = ("ref", "bc", "pq", "pmf", "gd-tanh", "md-tanh", "md-softmax", "md-tanh-s", "md-softmax-s")
+
+
+def config(*overrides, method="md-tanh-s"):
+    recipe = "digits/digitsnet/binary/md-tanh-s" if method != "ref" else "digits/digitsnet/ref"
+    changed = [] if method == "ref" else [f"method={method}"]
+    basic = ["iterations=40", "eval_every=10", "log_every=1", "checkpoint_every=20", "batch_size=64"]
+    return Config.from_recipe(recipe, [*changed, *basic, *overrides])
+
+
+def train(folder, *overrides, **rest):
+    run = Run(config(*overrides, **rest), folder, quiet=True)
+    run.train()
+    return run, [row["loss"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
+
+
+def step_of(run, **options):
+    return FastStep(run.model, run.opt, run.loader, run.config.lr_at, run.losses, **{"compiled": False, **options})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fast_and_plain_engine_train_alike(method, tmp_path):
+    extra = ["finalize_at=0.5"] if method == "pq" else []
+    plain, expected = train(tmp_path / "plain", "engine=eager", *extra, method=method)
+    fast, found = train(tmp_path / "fast", "engine=graph", *extra, method=method)
+    assert fast.engine == "graph"
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-3, atol=2e-3)
+    assert fast.opt.steps == plain.opt.steps == 40
+    assert fast.opt.beta == plain.opt.beta
+    for key, value in plain.model.state_dict().items():
+        if key.endswith("num_batches_tracked"):
+            assert fast.model.state_dict()[key] == value
+
+
+def test_ternary_levels_and_float_layers_are_served(tmp_path):
+    _, expected = train(tmp_path / "plain", "engine=eager", "affine=true", "levels=ternary")
+    fast, found = train(tmp_path / "fast", "engine=graph", "affine=true", "levels=ternary")
+    assert len(fast.opt.param_groups) == 2
+    # Adam divides by its second moment: gradients that are all rounding error make the curves part slowly.
+    torch.testing.assert_close(torch.tensor(found[:5]), torch.tensor(expected[:5]), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize(("first", "then"), [("graph", "eager"), ("eager", "graph"), ("graph", "graph")])
+def test_a_checkpoint_of_one_engine_continues_with_the_other(first, then, tmp_path):
+    _, expected = train(tmp_path / "whole", "engine=eager")
+    half = Run(config(f"engine={first}"), tmp_path / "half", quiet=True)
+    other = Run(config(f"engine={then}"), tmp_path / "other", quiet=True)
+    losses = []
+    for run in (half, other):
+        if run is other:
+            run.opt.load_state_dict(half.opt.state_dict())
+            run.model.load_state_dict(half.model.state_dict())
+            run.step = half.step
+        for _ in range(20):
+            run.losses.zero_()
+            if run.engine == "graph":
+                run._fast_step()
+            else:
+                run.losses += run._train_step()
+            run.step += 1
+            losses.append(float(run.losses))
+        run._sync()
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("first", [0, 1, 7, 25])
+def test_the_batch_on_the_device_is_the_loaders(first, tmp_path):
+    run = Run(config(), tmp_path / "run", quiet=True)
+    step = step_of(run)
+    for k in range(first, first + 25):
+        epoch, place = divmod(k, run.loader.batches_per_epoch)
+        if epoch != step.epoch or k == first:
+            step._begin(epoch, place, k)
+        chosen = step.place * run.loader.batch_size + step.offsets
+        x, y = run.loader.compose(step.order[chosen], step.draws[chosen])
+        expected_x, expected_y = run.loader.batch(k)
+        assert torch.equal(x, expected_x)
+        assert torch.equal(y, expected_y)
+        step.place += 1
+
+
+def test_latents_lie_flat_in_the_layout_of_their_weights(tmp_path):
+    run = Run(config("channels_last=true", method="md-softmax-s"), tmp_path / "run", quiet=True)
+    before = {p: run.opt.latent(p).clone() for p in run.model.parameters()}
+    step = step_of(run, dtype=torch.bfloat16)
+    names = dict(run.model.named_parameters())
+    for p, latent in before.items():
+        assert torch.equal(run.opt.latent(p), latent)
+    for name, weight in step.weights.items():
+        assert torch.equal(weight, names[name].to(weight.dtype))
+        assert weight.dtype == (torch.bfloat16 if weight.dim() > 1 else torch.float32)
+        assert weight.data_ptr() % 16 == 0
+        if weight.dim() == 4:
+            assert weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_the_fast_step_cannot_serve_is_trained_plainly_and_said(tmp_path, capsys):
+    run = Run(config("engine=graph", "iterations=3"), tmp_path / "run")
+    run.opt.base.param_groups[0]["amsgrad"] = True
+    with pytest.raises(Unsupported, match="amsgrad"):
+        step_of(run)
+    run.train()
+    assert run.engine == "eager"
+    assert "the plain engine does, slower" in capsys.readouterr().err
+
+
+def test_the_compiled_step_is_the_plain_one(tmp_path):
+    _, expected = train(tmp_path / "plain", "engine=eager")
+    _, found = train(tmp_path / "fast", "engine=graph", "compile=true")
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-3, atol=2e-3)
