@@ -132,7 +132,12 @@ class Config:
 
     def build_optimizer(self, model: nn.Module, batches_per_epoch: int) -> MirrorDescent:
         """The base optimizer of the recipe, wrapped."""
-        groups = [{"params": list(model.named_parameters())}] if self.method == "ref" else split(model, skip=self.skip)
+        try:
+            groups = (
+                [{"params": list(model.named_parameters())}] if self.method == "ref" else split(model, skip=self.skip)
+            )
+        except ValueError as error:
+            raise ConfigError(f"skip is {','.join(self.skip)}: {error}") from error
         base: torch.optim.Optimizer
         if self.optimizer == "sgd":
             base = torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
