@@ -1,5 +1,8 @@
 """The paper's identities between methods, in float64, and each method's formulas."""
 
+import itertools
+import math
+
 import pytest
 import torch
 from conftest import METHODS, anneal_for
@@ -43,6 +46,30 @@ def test_primal_and_dual_form_agree_for_constant_beta_over_200_adam_steps():
         return torch.stack(path)
 
     torch.testing.assert_close(run("md-tanh"), run("md-tanh-s"), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("base", [torch.optim.AdamW, torch.optim.Adam])
+def test_primal_and_dual_form_agree_under_weight_decay(base):
+    paths = []
+    for method in ("md-tanh", "md-tanh-s"):
+        w = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+        opt = mq.MirrorDescent(base([w], lr=0.01, weight_decay=0.1), method=method, anneal=mq.anneal.constant(BETA))
+        for k in range(100):
+            w.grad = torch.sin(torch.arange(5.0, dtype=torch.float64) + k / 9)
+            opt.step()
+        paths.append(w.detach().clone())
+    torch.testing.assert_close(*paths, rtol=0, atol=1e-10)
+
+
+def test_the_primal_form_accumulates_beta_k_times_d_k():
+    w, levels = nn.Parameter(torch.tensor([0.3], dtype=torch.float64)), Levels(0, 1)
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.01), "md-tanh", levels, anneal=mq.anneal.geometric(1.5))
+    v = 0.3
+    for k in range(6):
+        w.grad = torch.ones_like(w)
+        opt.step()
+        v -= 1.5**k * 0.01
+        torch.testing.assert_close(w.detach(), torch.tensor([0.5 + 0.5 * math.tanh((v - 0.5) / 0.5)]).double())
 
 
 def test_primal_and_dual_form_differ_once_beta_changes():
@@ -109,11 +136,11 @@ def test_md_softmax_is_the_printed_update_for_any_number_of_levels(levels):
 
 
 def test_primal_forms_do_not_stick_or_overflow_in_float32():
-    for name in ("md-tanh", "md-softmax"):
+    for name, size in itertools.product(("md-tanh", "md-softmax"), (1.0, 1e4)):
         w = nn.Parameter(torch.tensor([0.5, -0.5]))
         opt = mq.MirrorDescent(torch.optim.SGD([w], lr=1.0), method=name, anneal=mq.anneal.constant(1e35))
         for sign in (1.0, -1.0, 1.0):
-            w.grad = torch.tensor([sign, -sign])
+            w.grad = torch.tensor([size * sign, -size * sign])
             opt.step()
             assert torch.equal(w.detach().round(), torch.tensor([-sign, sign]))
             assert torch.isfinite(opt.latent(w)).all()
@@ -141,7 +168,7 @@ def test_rounding_an_initial_latent_gives_the_nearest_level(name, levels):
         with pytest.raises(ValueError, match="use md-tanh-s"):
             methods.get(name, levels)
         return
-    method, weight = methods.get(name, levels), 2 * torch.randn(500)
+    method, weight = methods.get(name, levels), torch.cat([2 * torch.randn(500), torch.tensor(levels.thresholds)])
     assert torch.equal(method.round(method.lift(weight), 1.0), levels.nearest(weight))
 
 
@@ -158,6 +185,11 @@ def test_methods_are_listed_with_one_line_each():
     listed = methods.list()
     assert {"ref", "bc", "pq", "pmf", "gd-tanh", "md-tanh", "md-softmax", "md-tanh-s", "md-softmax-s"} <= set(listed)
     assert all(line and "\n" not in line for line in listed.values())
+
+
+def test_a_mirror_must_end_where_the_levels_do():
+    with pytest.raises(ValueError, match=r"maps onto \(0.0, 1.0\), but the levels run from -1 to 1"):
+        methods.MD(mirror=mq.mirrors.Sigmoid())
 
 
 def test_unknown_methods_answer_with_the_nearest_name():

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 import torch
-from conftest import METHODS, anneal_for, batch, small_network, train
+from conftest import anneal_for, batch, small_network, train
 from torch import nn
 
 import mirrorquant as mq
@@ -410,6 +410,45 @@ def test_pickling_and_deepcopy_keep_model_and_optimizer_together(method):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), clone.parameters(), strict=True))
 
 
+def test_copies_leave_a_scheduler_behind_and_move_themselves():
+    model = small_network()
+    opt = wrap(model)
+    torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+    clone, clone_opt = pickle.loads(pickle.dumps((model, opt)))
+    before = [p.detach().clone() for p in model.parameters()]
+    train(clone, clone_opt, 1)
+    assert clone_opt.steps == 1
+    assert opt.steps == 0
+    assert same(before, list(model.parameters()))
+
+
+def test_every_hyperparameter_reaches_the_base_and_comes_back_from_a_state():
+    model = small_network()
+    opt = wrap(model)
+    opt.param_groups[1].update(betas=(0.5, 0.6), weight_decay=0.01)
+    train(model, opt, 1)
+    assert opt.base.param_groups[1]["betas"] == (0.5, 0.6)
+    fresh = wrap(small_network())
+    fresh.load_state_dict(opt.state_dict())
+    assert fresh.param_groups[1]["betas"] == (0.5, 0.6)
+    assert fresh.param_groups[1]["weight_decay"] == 0.01
+
+
+def test_what_a_base_optimizer_keeps_in_its_groups_is_kept():
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+            return super().step(closure)
+
+    w = nn.Parameter(torch.zeros(2))
+    opt = mq.MirrorDescent(Counting([w], lr=0.1))
+    for _ in range(3):
+        w.grad = torch.ones(2)
+        opt.step()
+    assert opt.param_groups[0]["count"] == 3
+
+
 def test_state_dict_is_plain_and_loads_with_weights_only(tmp_path, method):
     model = small_network()
     opt = wrap(model, method)
@@ -439,11 +478,76 @@ def test_a_finalized_state_stays_finalized():
 
 
 def test_loading_under_another_schedule_says_so():
-    opt = wrap(small_network())
-    train(small_network(), opt, 0)
-    opt._advance([1.0, 7.0])
+    model = small_network()
+    opt = wrap(model, anneal=mq.anneal.geometric(1.5))
+    train(model, opt, 2)
     with pytest.warns(UserWarning, match="goes on with another schedule"):
-        wrap(small_network()).load_state_dict(opt.state_dict())
+        wrap(small_network(), anneal=mq.anneal.geometric(2.0)).load_state_dict(opt.state_dict())
+
+
+def test_a_schedule_that_fails_at_the_loaded_step_changes_nothing():
+    model, other = small_network(), small_network(seed=1)
+    opt, fresh = wrap(model), wrap(other, anneal=lambda k: 1.0 if k < 2 else 0.5)
+    train(model, opt, 3)
+    before = snapshot(other, fresh)
+    with pytest.raises(ValueError, match=r"beta is 0\.5 at step 3"):
+        fresh.load_state_dict(opt.state_dict())
+    assert same(before, snapshot(other, fresh))
+    assert fresh.steps == 0
+
+
+def test_a_finalized_state_keeps_its_weights_whatever_the_schedule_says():
+    method = mq.methods.MD(TERNARY, mq.mirror_from(lambda x: 2 / torch.pi * torch.atan(x), (-1, 1)))
+    w, v = nn.Parameter(torch.linspace(-2, 2, 9)), nn.Parameter(torch.zeros(9))
+    opt, fresh = (mq.MirrorDescent(torch.optim.SGD([p], lr=0.1), method, anneal=lambda k: 1.0 + k) for p in (w, v))
+    opt.finalize()
+    for _ in range(5):
+        opt.step()
+    fresh.load_state_dict(opt.state_dict())
+    assert torch.equal(w, v)
+
+
+def test_finalize_checks_what_the_method_rounded():
+    class Wrong(mq.Method):
+        """Does not round."""
+
+        def project(self, latent, beta):
+            return latent
+
+        def round(self, latent, beta):
+            return latent
+
+    opt = mq.MirrorDescent(torch.optim.SGD([nn.Parameter(torch.tensor([0.3]))], lr=0.1), Wrong())
+    with pytest.raises(RuntimeError, match=r"Wrong\.round left parameter 0 of group 0 off its"):
+        opt.finalize()
+
+
+def test_groups_are_not_added_inside_quantized_or_quantized_after_finalize():
+    opt, head = wrap(small_network()), nn.Linear(3, 3)
+    group = {"params": list(head.named_parameters())}
+    with opt.quantized(), pytest.raises(RuntimeError, match=r"inside quantized\(\)"):
+        opt.add_param_group(group)
+    opt.finalize()
+    with pytest.raises(RuntimeError, match="can only be 'ref'"):
+        opt.add_param_group(group)
+    opt.add_param_group({**group, "method": "ref"})
+
+
+def test_frozen_parameters_given_directly_are_left_alone():
+    layer = nn.Linear(3, 2)
+    layer.bias.requires_grad_(False)
+    frozen = layer.bias.clone()
+    opt = mq.MirrorDescent(torch.optim.Adam(layer.parameters()))
+    opt.finalize()
+    assert torch.equal(layer.bias, frozen)
+    assert BINARY.holds(layer.weight.detach())
+
+
+def test_a_scheduler_of_the_base_is_refused():
+    base = torch.optim.Adam(mq.split(small_network()))
+    torch.optim.lr_scheduler.StepLR(base, 2)
+    with pytest.raises(ValueError, match="attach it to MirrorDescent"):
+        mq.MirrorDescent(base)
 
 
 # Bad input: a clear error, and everything as it was.
@@ -464,8 +568,9 @@ def same(a, b):
         ({"method": "md-tan"}, "did you mean 'md-tanh'"),
         ({"levels": [1, -1]}, "increase strictly"),
         ({"levels": [1]}, "two or more"),
-        ({"anneal": mq.anneal.constant(0.5)}, "beta is 0.5 at step 0, but MDTanhS needs a finite beta of at least 1"),
+        ({"anneal": mq.anneal.constant(0.5)}, "beta is 0.5 at step 0, but MDTanhS needs a beta from 1 to 1e35"),
         ({"anneal": lambda k: float("nan")}, "beta is nan"),
+        ({"anneal": mq.anneal.constant(1e36)}, "to 1e35"),
         ({"method": "md-tanh", "levels": TERNARY}, "two levels only"),
     ],
 )
@@ -491,7 +596,7 @@ def test_a_used_base_optimizer_is_refused():
 
 def test_levels_that_coincide_in_the_weights_dtype_are_refused():
     w = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"not distinct in torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"not finite and distinct in torch\.bfloat16"):
         mq.MirrorDescent(torch.optim.Adam([w]), levels=[1.0, 1.001])
 
 
@@ -571,7 +676,3 @@ def test_a_diverged_latent_is_not_rounded():
     with pytest.raises(RuntimeError, match=r"latent of 3\.weight holds NaN"):
         opt.finalize()
     assert not opt.finalized
-
-
-def test_every_method_is_tested():
-    assert set(METHODS) == set(mq.methods.list()) - {"ref"}

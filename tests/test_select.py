@@ -23,6 +23,7 @@ def test_everything_but_norms_is_quantized_by_default():
 def test_patterns_match_names_modules_and_types():
     assert names(mq.split(small_network(), skip=["0", "*.bias", nn.Linear])[1]) == ["3.weight"]
     assert names(mq.split(small_network(), only=[nn.Conv2d], skip=["0.bias"])[1]) == ["0.weight", "3.weight"]
+    assert names(mq.split(small_network(), only="3")[1]) == ["3.weight"]
     nested = nn.ModuleDict({"conv1": nn.Conv2d(1, 1, 1), "layer": nn.ModuleDict({"conv1": nn.Conv2d(1, 1, 1)})})
     assert names(mq.split(nested, skip=["conv1"])[1]) == ["layer.conv1.weight", "layer.conv1.bias"]
 
@@ -49,7 +50,7 @@ def test_frozen_parameters_are_left_alone():
     [
         ({"skip": ["conv9"]}, r"pattern \['conv9'\] matches no parameter"),
         ({"only": [nn.Conv3d]}, r"pattern \[Conv3d\] matches no parameter"),
-        ({"skip": ["*"]}, "leave none of 7 parameters"),
+        ({"skip": ["*"]}, "none of 7 parameters is left"),
     ],
 )
 def test_bad_selections_are_refused(arguments, message):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,9 +24,11 @@ from typing import Any
 
 from mirrorquant import methods
 from mirrorquant._version import __version__
-from mirrorquant.train import recipes
+from mirrorquant.data import load
+from mirrorquant.train import checkpoint, plots, recipes
 from mirrorquant.train.config import Config, ConfigError
 from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, layers
+from mirrorquant.train.tables import FREE_KEYS, SPEED_KEYS, TableError, compare_row, compare_table, results_table
 
 __all__ = ["main"]
 
@@ -40,10 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(given[0], commands, 1, cutoff=0.0)
         print(f"mirrorquant: there is no command {given[0]!r}; did you mean {near[0]!r}?", file=sys.stderr)
         return 2
-    options = parser.parse_args(given)
+    changes = [text for text in given if re.match(r"[a-z_]+=", text)]
+    options = parser.parse_args([text for text in given if text not in changes])
     if not hasattr(options, "run"):
         parser.print_help()
         return 2
+    if changes and not hasattr(options, "changes"):
+        parser.error(f"{given[0]} takes no key=value, but there is {changes[0]!r}")
+    options.overrides = changes
     try:
         options.run(options)
     except Interrupted as stop:
@@ -54,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
-    except (*USER_ERRORS, recipes.RecipeError, _plot_error()) as error:
+    except (*USER_ERRORS, recipes.RecipeError, plots.PlotError, TableError) as error:
         print(f"mirrorquant: {error}", file=sys.stderr)
         return 1
     return 0
@@ -70,8 +77,7 @@ def train(options: argparse.Namespace) -> None:
             raise ConfigError("--resume goes on with a run as it was: a recipe or key=value cannot be given with it")
         run = Run.resume(options.resume, quiet=options.quiet)
     else:
-        name, overrides = _recipe_and_overrides(options)
-        config = Config.from_recipe(name, overrides)
+        config = Config.from_recipe(options.recipe or DEFAULT, options.overrides)
         run = Run(config, options.out or _folder(config), quiet=options.quiet)
     summary = run.train()
     if options.results:
@@ -79,7 +85,7 @@ def train(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(summary))
         return
-    _print_table([_row(summary)])
+    _print_table([compare_row(summary)])
     for path in _pictures([run.folder]):
         print(f"wrote {path}")
     print(f"wrote {run.folder / 'best.mq'}, the best rounded network\n\nnext:")
@@ -99,7 +105,7 @@ def compare(options: argparse.Namespace) -> None:
             summary = run.train()
             if options.results:
                 _keep(summary, options.results)
-            rows.append(_row(summary))
+            rows.append(compare_row(summary))
             folders.append(run.folder)
     if options.json:
         print(json.dumps(rows))
@@ -117,8 +123,6 @@ def compare(options: argparse.Namespace) -> None:
 
 def evaluate(options: argparse.Namespace) -> None:
     """Evaluates the best rounded network of a run."""
-    from mirrorquant.data import load
-
     config, state = _best(options.folder)
     data = load(config.data, config.data_root).to(config.torch_device)
     model, opt = _model(config, len(data.classes), data.shape[0])
@@ -202,8 +206,6 @@ def _summary_of(folder: Path) -> dict[str, Any]:
 
 def table(options: argparse.Namespace) -> None:
     """Rebuilds the paper's tables from the results."""
-    from mirrorquant.train.tables import results_table
-
     text = results_table(options.results)
     if options.write:
         (options.results / "README.md").write_text(text, encoding="utf-8")
@@ -214,8 +216,6 @@ def table(options: argparse.Namespace) -> None:
 
 def curves(options: argparse.Namespace) -> None:
     """Draws training curves."""
-    from mirrorquant.train import plots
-
     for folder in options.folders:
         Config.load(folder / "config.json")
     print(f"wrote {plots.curves(options.folders, options.out)}")
@@ -223,20 +223,11 @@ def curves(options: argparse.Namespace) -> None:
 
 def draw_projections(options: argparse.Namespace) -> None:
     """Draws projections, inverses and mirror maps."""
-    from mirrorquant.train import plots
-
     for path in plots.projections(options.out):
         print(f"wrote {path}")
 
 
 # What they share.
-
-
-def _recipe_and_overrides(options: argparse.Namespace) -> tuple[str, list[str]]:
-    given = [options.recipe, *options.overrides] if options.recipe else []
-    if given and "=" in given[0]:
-        return DEFAULT, given
-    return (given[0], given[1:]) if given else (DEFAULT, [])
 
 
 def _folder(config: Config) -> Path:
@@ -251,13 +242,13 @@ def _folder(config: Config) -> Path:
 
 def _keep(summary: dict[str, Any], results: Path) -> None:
     results.mkdir(parents=True, exist_ok=True)
-    name = f"{summary['recipe'].replace('/', '-')}-seed{summary['config']['seed']}.json"
+    changes = {k: v for k, v in summary["overrides"].items() if k not in FREE_KEYS | SPEED_KEYS}
+    name = "-".join([summary["recipe"].replace("/", "-"), f"seed{summary['config']['seed']}"])
+    name += "".join(f"-{key}-{re.sub('[^A-Za-z0-9.]+', '-', str(value))}" for key, value in changes.items()) + ".json"
     (results / name).write_text(json.dumps(summary) + "\n", encoding="utf-8")
 
 
 def _best(folder: Path) -> tuple[Config, dict[str, Any]]:
-    from mirrorquant.train import checkpoint
-
     config = Config.load(folder / "config.json")
     state = checkpoint.load(folder / "best.mq")
     if state.get("config") != config.text():
@@ -270,31 +261,12 @@ def _model(config: Config, classes: int, channels: int) -> tuple[Any, Any]:
     return model, config.build_optimizer(model, 1)
 
 
-def _row(summary: dict[str, Any]) -> dict[str, Any]:
-    config = summary["config"]
-    return {
-        "method": config["method"],
-        "levels": "float" if config["method"] == "ref" else config["levels"],
-        "seed": config["seed"],
-        "bits": summary["parameters"]["bits"],
-        "soft": summary["test_accuracy_soft"],
-        "val": summary["val_accuracy"],
-        "test": summary["test_accuracy"],
-        "paper": summary["paper"],
-        "seconds": summary["seconds"],
-    }
-
-
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    from mirrorquant.train.tables import compare_table
-
     print("\n" + compare_table(rows) + "\n")
 
 
 def _pictures(folders: list[Path], rows: list[dict[str, Any]] | None = None, out: Path | None = None) -> list[Path]:
     """The curves, the histograms, and the bars of a comparison; a hint where matplotlib is missing."""
-    from mirrorquant.train import plots
-
     out = out or folders[0]
     try:
         paths = [plots.curves(folders, out / "curves.png")]
@@ -310,12 +282,6 @@ def _has_histograms(folder: Path) -> bool:
     return bool(Config.load(folder / "config.json").histogram_every)
 
 
-def _plot_error() -> type[Exception]:
-    from mirrorquant.train.plots import PlotError
-
-    return PlotError
-
-
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("mirrorquant", description=__doc__, formatter_class=formatter)
@@ -329,13 +295,11 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
     sub = command("train", train, "train a network", "mirrorquant train cifar10/resnet18/binary/md-tanh-s seed=1")
     sub.add_argument("recipe", nargs="?", help=f"a name from 'mirrorquant recipes'; {DEFAULT} unless told")
-    sub.add_argument("overrides", nargs="*", metavar="key=value", help="changes any key of the recipe")
     sub.add_argument("--out", type=Path, help="the run's folder; below runs/ unless told")
     sub.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder")
     _common(sub)
     sub = command("compare", compare, "several methods on one task", "mirrorquant compare digits/digitsnet --seeds 3")
     sub.add_argument("task", nargs="?", default="digits/digitsnet", help="data set and model of the recipes")
-    sub.add_argument("overrides", nargs="*", metavar="key=value", help="changes any key of the recipes")
     sub.add_argument("--methods", default="ref,bc,md-tanh-s", help="as in the recipes' names, with commas in between")
     sub.add_argument("--levels", default="binary", choices=["binary", "ternary"])
     sub.add_argument("--seeds", type=int, default=1, help="how many seeds of each")
@@ -365,6 +329,10 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
 
 def _common(sub: argparse.ArgumentParser) -> None:
+    sub.set_defaults(changes=True)
+    sub.epilog = (
+        "Any key of the recipe can be changed by key=value, as in lr=0.01; 'mirrorquant recipes NAME' shows them."
+    )
     sub.add_argument("--results", type=Path, metavar="DIR", help="also keep the summary as JSON in this folder")
     sub.add_argument("--quiet", action="store_true", help="no progress")
     sub.add_argument("--json", action="store_true", help="print the summary as JSON")

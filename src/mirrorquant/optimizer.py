@@ -22,7 +22,6 @@ hold the model's parameters. The base optimizer's groups hold the latents; hyper
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from torch.optim import Optimizer
 from mirrorquant import anneal as _anneal
 from mirrorquant import methods
 from mirrorquant.anneal import Schedule
+from mirrorquant.levels import Levels
 from mirrorquant.methods import REF, Method
 from mirrorquant.mirrors import Beta
 
@@ -91,6 +91,9 @@ class MirrorDescent(Optimizer):
                 f"the base {type(base).__name__} already has state for {len(base.state)} parameters, which belongs "
                 "to the weights and not to the latents: wrap a fresh optimizer"
             )
+        if any("initial_lr" in group for group in base.param_groups):
+            raise ValueError("the base optimizer has a learning-rate scheduler: attach it to MirrorDescent instead")
+        levels = None if levels is None else Levels.of(levels)
         methods.get(method, levels)
         self.base, self.steps, self.finalized = base, 0, False
         self._check_gradients, self._levels = check_gradients, levels
@@ -107,15 +110,23 @@ class MirrorDescent(Optimizer):
         self._write(rounded=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, quantized by its own ``method``, ``levels`` and ``anneal``, or by the optimizer's."""
+        """Adds a group, quantized by its own ``method``, ``levels`` and ``anneal``, or by the optimizer's.
+
+        A parameter that does not require a gradient is left as it is.
+        """
+        if self._inside_quantized:
+            raise RuntimeError("add_param_group() was called inside quantized(): leave the context first")
         group = dict(param_group)
         method = group.get("method", self.defaults["method"])
         by_name = isinstance(method, str)
         group["method"] = method = methods.get(method, group.pop("levels", self._levels if by_name else None))
+        if self.finalized and not isinstance(method, REF):
+            raise RuntimeError(f"the optimizer is finalized: a new group can only be 'ref', not {method}")
         group["beta"] = _beta(group.get("anneal", self.defaults["anneal"]), method, self.steps)
         super().add_param_group(group)
         try:
-            latents = {p: self._new_latent(p, method) for p in group["params"] if not isinstance(method, REF)}
+            learnt = [p for p in group["params"] if p.requires_grad and not isinstance(method, REF)]
+            latents = {p: self._new_latent(p, method) for p in learnt}
         except BaseException:
             self.param_groups.pop()
             raise
@@ -204,9 +215,12 @@ class MirrorDescent(Optimizer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _advance(self, betas: list[float]) -> None:
+        """β_{k+1}, until finalized; and what the base optimizer keeps in its groups, copied back."""
         self.steps += 1
-        for group, beta in zip(self.param_groups, betas, strict=True):
-            self._set_beta(group, beta)
+        for ours, theirs, beta in zip(self.param_groups, self.base.param_groups, betas, strict=True):
+            ours.update({k: v for k, v in theirs.items() if k not in ("params", "lr", "weight_decay")})
+            if not self.finalized:
+                self._set_beta(ours, beta)
 
     @torch.no_grad()
     def _write(self, *, rounded: bool) -> None:
@@ -220,9 +234,10 @@ class MirrorDescent(Optimizer):
     def _quantized(self) -> Iterator[Quantized]:
         for index, group in enumerate(self.param_groups):
             if not isinstance(group["method"], REF):
-                latents = [self.state[p]["latent"] for p in group["params"]]
-                lr = group.get("lr", 1.0)
-                yield Quantized(self._names(index), group["params"], latents, group["method"], group["beta"], lr)
+                named = [(n, p) for n, p in zip(self._names(index), group["params"], strict=True) if p in self.state]
+                names, weights = [name for name, _ in named], [weight for _, weight in named]
+                latents = [self.state[p]["latent"] for p in weights]
+                yield Quantized(names, weights, latents, group["method"], group["beta"], group.get("lr", 1.0))
 
     def _names(self, index: int) -> list[str]:
         group = self.param_groups[index]
@@ -236,8 +251,9 @@ class MirrorDescent(Optimizer):
         """A float32 (float64 for float64) tensor, in the weight's layout."""
         if not weight.is_floating_point():
             raise TypeError(f"a parameter is {weight.dtype}, but only floating-point parameters can be quantized")
-        if len(set(method.levels.tensor(weight).tolist())) < len(method.levels):
-            raise ValueError(f"{method.levels} are not distinct in {weight.dtype}: use levels further apart")
+        levels = method.levels.tensor(weight)
+        if len(set(levels.tolist())) < len(levels) or not bool(levels.isfinite().all()):
+            raise ValueError(f"{method.levels} are not finite and distinct in {weight.dtype}: choose others")
         wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
         return method.lift(wide).clone()
 
@@ -258,6 +274,8 @@ class MirrorDescent(Optimizer):
             scale = ours["method"].step_scale(ours["beta"])
             if "lr" in theirs and (isinstance(scale, Tensor) or scale != 1.0):
                 theirs["lr"] = theirs["lr"] * scale
+                if "weight_decay" in theirs:  # it acts on a latent that is β times larger, too
+                    theirs["weight_decay"] = theirs["weight_decay"] / scale
         return betas
 
     def _set_beta(self, group: dict[str, Any], beta: float) -> None:
@@ -274,7 +292,7 @@ class MirrorDescent(Optimizer):
             return
         groups = enumerate(self.param_groups)
         named = [pair for i, group in groups for pair in zip(self._names(i), group["params"], strict=True)]
-        grads = [(name, p.grad) for name, p in named if p.grad is not None and not p.grad.is_sparse]
+        grads = [(n, p.grad._values() if p.grad.is_sparse else p.grad) for n, p in named if p.grad is not None]
         sums = [grad.sum().to(grads[0][1].device, torch.float64) for _, grad in grads]
         if not sums or bool(torch.stack(sums).isfinite().all()):
             return
@@ -294,41 +312,41 @@ class MirrorDescent(Optimizer):
             method: Method = group.pop("method")
             del group["anneal"]
             group.update(method=type(method).__name__, levels=tuple(method.levels), beta=float(group["beta"]))
-        return {**state, "base": self.base.state_dict(), "steps": self.steps, "finalized": self.finalized}
+        saved = {"base": self.base.state_dict(), "base_class": type(self.base).__name__}
+        return {**state, **saved, "steps": self.steps, "finalized": self.finalized}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a state of the same methods, levels and shapes; training goes on bit-exactly."""
         if self._inside_quantized:
             raise RuntimeError("load_state_dict() was called inside quantized(): leave the context first")
         self._refuse_other_state(state_dict)
-        latents, ours = self.state, self.param_groups
-        groups = [
-            {**{k: v for k, v in theirs.items() if k != "levels"}, **{k: mine[k] for k in _OURS}}
-            for mine, theirs in zip(ours, state_dict["param_groups"], strict=True)
-        ]
-        super().load_state_dict({"state": {}, "param_groups": groups})
+        steps, finalized, groups = state_dict["steps"], state_dict["finalized"], state_dict["param_groups"]
+        betas = [_beta(group["anneal"], group["method"], steps) for group in self.param_groups]
         self.base.load_state_dict(state_dict["base"])
-        self.state = latents
-        with torch.no_grad():
-            for index, weight in enumerate(p for group in ours for p in group["params"]):
-                if "latent" in self.state.get(weight, {}):
-                    self.state[weight]["latent"].copy_(state_dict["state"][index]["latent"])
-        self.steps, self.finalized = state_dict["steps"], False
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            self._set_beta(group, _beta(group["anneal"], group["method"], self.steps))
-            if float(group["beta"]) != saved["beta"] and not isinstance(group["method"], REF):
+        for index, weight in enumerate(p for group in self.param_groups for p in group["params"]):
+            if weight in self.state:
+                self.state[weight]["latent"].copy_(state_dict["state"][index]["latent"])
+        self.steps, self.finalized = steps, False
+        for group, saved, beta in zip(self.param_groups, groups, betas, strict=True):
+            group.update({k: v for k, v in saved.items() if k not in (*_OURS, "levels", "params", "param_names")})
+            self._set_beta(group, saved["beta"] if finalized else beta)
+            if beta != saved["beta"] and not finalized and not isinstance(group["method"], REF):
                 warnings.warn(
-                    f"at step {self.steps} the saved beta was {saved['beta']:g}, but {group['anneal']} gives "
-                    f"{float(group['beta']):g}: training goes on with another schedule",
+                    f"at step {steps} the saved beta was {saved['beta']:g}, but {group['anneal']} gives {beta:g}: "
+                    "training goes on with another schedule",
                     stacklevel=2,
                 )
-        self._write(rounded=state_dict["finalized"])
-        self.finalized = state_dict["finalized"]
+        self._write(rounded=finalized)
+        self.finalized = finalized
 
     def _refuse_other_state(self, state_dict: dict[str, Any]) -> None:
-        missing = {"state", "param_groups", "base", "steps", "finalized"} - set(state_dict)
+        missing = {"state", "param_groups", "base", "base_class", "steps", "finalized"} - set(state_dict)
         if missing:
             raise ValueError(f"this is no state of MirrorDescent: {', '.join(sorted(missing))} missing")
+        if state_dict["base_class"] != type(self.base).__name__:
+            raise ValueError(
+                f"the state is of a {state_dict['base_class']}, but the base is a {type(self.base).__name__}"
+            )
         saved = [(g["method"], tuple(g["levels"]), len(g["params"])) for g in state_dict["param_groups"]]
         here = [(type(g["method"]).__name__, tuple(g["method"].levels), len(g["params"])) for g in self.param_groups]
         if saved != here:
@@ -345,7 +363,8 @@ class MirrorDescent(Optimizer):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if not k.startswith("_optimizer_")}
+        # A scheduler patches ``step`` into the instance; like torch's own optimizers, a copy does without it.
+        return {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
 
 
 def _pull_back(method: Method, weights: list[Tensor], latents: list[Tensor], beta: Beta, *, frozen: bool) -> None:
@@ -378,9 +397,9 @@ def _round(method: Method, weights: list[Tensor], latents: list[Tensor], beta: B
 
 def _beta(schedule: Schedule, method: Method, step: int) -> float:
     beta = float(schedule(step))
-    if not (math.isfinite(beta) and beta >= method.lowest_beta):
+    if not method.lowest_beta <= beta <= 1e35:
         raise ValueError(
-            f"beta is {beta:g} at step {step}, but {type(method).__name__} needs a finite beta of at least "
-            f"{method.lowest_beta:g}: change {schedule}"
+            f"beta is {beta:g} at step {step}, but {type(method).__name__} needs a beta from {method.lowest_beta:g} to "
+            f"1e35: change {schedule}"
         )
     return beta

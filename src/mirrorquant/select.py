@@ -21,19 +21,17 @@ from torch import nn
 
 __all__ = ["NORMS", "split"]
 
-NORMS: tuple[type[nn.Module], ...] = (
-    nn.modules.batchnorm._NormBase,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.LocalResponseNorm,
-    *([nn.RMSNorm] if hasattr(nn, "RMSNorm") else []),
-)
+NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 Pattern = str | type[nn.Module]
 
 
 def split(
-    model: nn.Module, *, skip: Sequence[Pattern] = (), only: Sequence[Pattern] = (), norms: bool = False
+    model: nn.Module,
+    *,
+    skip: Pattern | Sequence[Pattern] = (),
+    only: Pattern | Sequence[Pattern] | None = None,
+    norms: bool = False,
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer: what stays in float (method ``ref``), and what is quantized.
 
@@ -50,17 +48,20 @@ def split(
     Returns:
         One or two groups of named parameters: float first, where there is any. Frozen parameters are in neither.
     """
+    skip, only = _listed(skip), None if only is None else _listed(only)
     names = _names(model)
     if not names:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient: nothing can be quantized")
     kept = {p for pattern in skip for p in _matching(model, names, pattern)}
-    chosen = {p for pattern in only for p in _matching(model, names, pattern)} if only else set(names)
+    chosen = set(names) if only is None else {p for pattern in only for p in _matching(model, names, pattern)}
     if not norms:
         kept |= {p for module in model.modules() if isinstance(module, NORMS) for p in module.parameters(recurse=False)}
-    quantized = [(all_names[0], p) for p, all_names in names.items() if p in chosen - kept]
-    floats = [(all_names[0], p) for p, all_names in names.items() if p not in chosen - kept]
+    chosen -= kept
+    quantized = [(all_names[0], p) for p, all_names in names.items() if p in chosen]
+    floats = [(all_names[0], p) for p, all_names in names.items() if p not in chosen]
     if not quantized:
-        raise ValueError(f"skip={_show(skip)} and only={_show(only)} leave none of {len(names)} parameters to quantize")
+        told = f"skip={_show(skip)}" + ("" if only is None else f" and only={_show(only)}")
+        raise ValueError(f"{told}: none of {len(names)} parameters is left to quantize")
     return ([{"params": floats, "method": "ref"}] if floats else []) + [{"params": quantized}]
 
 
@@ -76,7 +77,7 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 def _matching(model: nn.Module, names: dict[nn.Parameter, list[str]], pattern: Pattern) -> set[torch.Tensor]:
     if isinstance(pattern, type):
         owners = [module for module in model.modules() if isinstance(module, pattern)]
-        found: set[torch.Tensor] = {p for module in owners for p in module.parameters(recurse=False) if p in names}
+        found: set[torch.Tensor] = {p for module in owners for p in module.parameters() if p in names}
     else:
         found = {p for p, all_names in names.items() if any(_under(name, pattern) for name in all_names)}
     if not found:
@@ -90,6 +91,10 @@ def _under(name: str, pattern: str) -> bool:
     """Whether the pattern matches the parameter's name or the path of a module above it."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def _listed(patterns: Pattern | Sequence[Pattern]) -> Sequence[Pattern]:
+    return [patterns] if isinstance(patterns, (str, type)) else patterns
 
 
 def _show(patterns: Sequence[Pattern]) -> str:

@@ -32,10 +32,11 @@ class ConfigError(ValueError):
 class Config:
     """Everything that a run depends on. The first part comes from a recipe; any key can be overridden.
 
-    ``eval_every``: the rounded network is validated at this cadence. ``recalibrate``: training batches from which the
-    batch-norm statistics of the rounded network are taken anew before the final test; 0 keeps those of the soft
-    weights, as the paper does. ``precision``: float32, or bfloat16 autocast. ``engine``: graph is the fast step of
-    ``train/fast.py``, eager the plain one. What is auto (or None) is chosen for speed on CUDA, and plain on the CPU.
+    ``augment``: crop-flip, shift, none ...; the data set's own unless told. ``eval_every``: the rounded network is
+    validated at this cadence. ``recalibrate``: training batches from which the batch-norm statistics of the rounded
+    network are taken anew before the final test; 0 keeps those of the soft weights, as the paper does. ``precision``:
+    float32, or bfloat16 autocast. ``engine``: graph is the fast step of ``train/fast.py``, eager the plain one. What is
+    auto (or None) is chosen for speed on CUDA, and plain on the CPU. ``threads``: on the CPU, 0 for torch's own choice.
     """
 
     data: str = "digits"
@@ -55,6 +56,7 @@ class Config:
     finalize_at: float = 1.0
     iterations: int = 100000
     batch_size: int = 128
+    augment: str = ""
     affine: bool = False
     skip: list[str] = field(default_factory=list)
     stem_stride: int = 1
@@ -69,6 +71,7 @@ class Config:
     channels_last: bool | None = None
     compile: bool | None = None
     deterministic: bool = False
+    threads: int = 0
     device: str = "auto"
     data_root: str = "data"
     recipe: str = ""
@@ -129,7 +132,12 @@ class Config:
 
     def build_optimizer(self, model: nn.Module, batches_per_epoch: int) -> MirrorDescent:
         """The base optimizer of the recipe, wrapped."""
-        groups = [{"params": list(model.named_parameters())}] if self.method == "ref" else split(model, skip=self.skip)
+        try:
+            groups = (
+                [{"params": list(model.named_parameters())}] if self.method == "ref" else split(model, skip=self.skip)
+            )
+        except ValueError as error:
+            raise ConfigError(f"skip is {','.join(self.skip)}: {error}") from error
         base: torch.optim.Optimizer
         if self.optimizer == "sgd":
             base = torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)

@@ -289,7 +289,7 @@ def _update(
     size, root, beta, next_beta, lr = rows.index_select(0, place)[0].unbind()
     pulled = method.pull_back(grad.to(latent.dtype), latent, beta)
     moved = method.settle(rule.update(pulled, latent, moments, size, root), beta, lr)
-    weight.copy_(method.project(moved, next_beta))
+    method.write(weight, moved, next_beta)
     latent.copy_(moved)
 
 

@@ -64,12 +64,19 @@ class Run:
         self.config, self.folder, self.quiet = config, folder, quiet
         self.device = config.torch_device
         self.progress: Progress | None = None
+        self.metrics: Metrics | None = None
+        if config.threads:
+            torch.set_num_threads(config.threads)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
         self.lock = _Lock(folder)
+        path = folder / "config.json"
         try:
-            self._open(resume)
+            if not resume and path.exists():
+                raise RunError(f"{folder} holds a run already: continue it with --resume, or choose another --out")
             self._build()
+            if not resume:
+                checkpoint.write_atomically(path, config.text().encode())
         except BaseException:
             self.lock.release()
             raise
@@ -81,10 +88,10 @@ class Run:
 
     def train(self) -> dict[str, Any]:
         """Trains to the end and returns the summary; continues where a checkpoint stands."""
-        self._load_checkpoint()
-        self.metrics = Metrics(self.folder, self.step)
         name = self.config.recipe or f"{self.config.data} {self.config.method}"
         try:
+            self._load_checkpoint()
+            self.metrics = Metrics(self.folder, self.step)
             with Progress(name, self.config.iterations, self.step, quiet=self.quiet) as progress, _signals() as stop:
                 for message in self.messages:
                     progress.say(message)
@@ -92,23 +99,17 @@ class Run:
                 self._iterate(progress, stop)
             return self._finish()
         finally:
-            self.metrics.close()
+            if self.metrics is not None:
+                self.metrics.close()
             self.lock.release()
 
     # Setting up.
-
-    def _open(self, resume: bool) -> None:
-        path = self.folder / "config.json"
-        if not resume and path.exists():
-            raise RunError(f"{self.folder} holds a run already: continue it with --resume, or choose another --out")
-        if not resume:
-            checkpoint.write_atomically(path, self.config.text().encode())
 
     def _build(self) -> None:
         config = self.config
         self.data: Data = load_data(config.data, config.data_root).to(self.device)
         channels = self.data.shape[0]
-        self.loader = self._loader(self.data.train, self.data.augment)
+        self.loader = self._loader(self.data.train, config.augment or self.data.augment)
         self.model = config.build_model(len(self.data.classes), channels).to(self.device)
         torch.backends.cudnn.benchmark = self.device.type == "cuda" and not config.deterministic
         if config.wants("channels_last"):
@@ -258,7 +259,7 @@ class Run:
         if not math.isfinite(loss):
             self._refuse_nan(self.loader.batch(self.step - 1)[0])
         lr, beta = self.config.lr_at(self.step - 1), self._beta()
-        self.metrics.write("train", self.step, loss=loss, lr=lr, beta=beta, seconds=round(self.seconds, 3))
+        self._record("train", loss=loss, lr=lr, beta=beta, seconds=round(self.seconds, 3))
         best = f"  best val {self.best_accuracy:.2f} %" if self.best_step >= 0 else ""
         progress.update(self.step, f"loss {loss:.3f}  beta {beta:.3g}{best}")
 
@@ -271,10 +272,14 @@ class Run:
         self._sync()
         with self.opt.quantized():
             found, loss = self.evaluate(self.data.val)
-            self.metrics.write("val", self.step, accuracy=found, loss=loss)
+            self._record("val", accuracy=found, loss=loss)
             if found >= self.best_accuracy:  # of equals the later one, which is closer to its levels
                 self.best_accuracy, self.best_step = found, self.step
                 self.best = copy.deepcopy({k: v.detach() for k, v in self.model.state_dict().items()})
+
+    def _record(self, kind: str, **values: Any) -> None:
+        if self.metrics is not None:
+            self.metrics.write(kind, self.step, **values)
 
     def evaluate(self, images: Images) -> tuple[float, float]:
         """Accuracy in percent and mean loss of the model as it stands."""
@@ -290,7 +295,7 @@ class Run:
             if p.dim() > 1:
                 counts = torch.histc(p.detach().float().clamp(low, high).cpu(), BINS, low, high)
                 layers[name] = [int(c) for c in counts]
-        self.metrics.write("weights", self.step, range=[low, high], layers=layers)
+        self._record("weights", range=[low, high], layers=layers)
 
     # Checkpoints.
 

@@ -22,7 +22,7 @@ FREE_KEYS = frozenset({"seed", "data_root", "out", "device"})
 SPEED_KEYS = frozenset(
     {"channels_last", "checkpoint_every", "compile", "deterministic", "engine", "histogram_every", "log_every"}
 )
-SPEED_KEYS |= {"precision"}
+SPEED_KEYS |= {"precision", "threads"}
 """Overrides of how fast a run is and what it writes, not of what it computes but for rounding: as free as those."""
 
 _BELOW = 0.6

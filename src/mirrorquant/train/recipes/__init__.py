@@ -56,6 +56,7 @@ _LEVELS = ("binary", "ternary")
 _TABLES = ("ref", *_LEVELS)
 _TYPES: dict[str, type] = {
     "affine": bool,
+    "augment": str,
     "batch_size": int,
     "beta_cap": float,
     "beta_interval": int,
@@ -76,6 +77,7 @@ _TYPES: dict[str, type] = {
     "pq_rate": float,
     "skip": list,
     "stem_stride": int,
+    "threads": int,
     "weight_decay": float,
 }
 

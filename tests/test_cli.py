@@ -1,0 +1,179 @@
+"""The command line: every command, what it prints for people and for programs, and how it fails."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mirrorquant.cli import main
+from mirrorquant.train import recipes
+
+TINY = ["iterations=6", "batch_size=16", "eval_every=3", "log_every=2", "checkpoint_every=4", "histogram_every=2"]
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    folder = tmp_path / "run"
+    assert main(["train", *TINY, "--out", str(folder), "--quiet"]) == 0
+    return folder
+
+
+def test_train_writes_a_run_and_says_what_to_do_next(tmp_path, capsys):
+    run_folder = tmp_path / "run"
+    assert main(["train", *TINY, "--out", str(run_folder), "--quiet"]) == 0
+    told = capsys.readouterr().out
+    assert "md-tanh-s" in told
+    assert f"mirrorquant eval {run_folder}" in told
+    for name in ("curves.png", "weights.png", "best.mq", "summary.json"):
+        assert (run_folder / name).stat().st_size > 0
+
+
+def test_eval_says_whether_the_weights_are_on_their_levels(run_folder, capsys):
+    assert main(["eval", str(run_folder)]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"digits test: \d+\.\d\d %", told)
+    assert "all 5 quantized tensors are exactly on their binary levels" in told
+    assert main(["eval", str(run_folder), "--split", "val", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    summary = json.loads((run_folder / "summary.json").read_text())
+    assert result["accuracy"] == pytest.approx(summary["val_accuracy"])
+    assert result["weights_off_their_levels"] == []
+
+
+def test_eval_repeats_the_test_accuracy_of_the_summary(run_folder, capsys):
+    capsys.readouterr()
+    main(["eval", str(run_folder), "--json"])
+    summary = json.loads((run_folder / "summary.json").read_text())
+    assert json.loads(capsys.readouterr().out)["accuracy"] == pytest.approx(summary["test_accuracy"])
+
+
+def test_compare_makes_one_table_and_one_plot(tmp_path, capsys):
+    results = tmp_path / "results"
+    command = ["compare", *TINY, "--methods", "ref,bc", "--seeds", "2", "--quiet"]
+    assert main([*command, "--out", str(tmp_path / "all"), "--results", str(results)]) == 0
+    told = capsys.readouterr().out
+    assert len(re.findall(r"^(ref|bc) ", told, re.M)) == 4
+    assert (tmp_path / "all" / "comparison.png").stat().st_size > 0
+    assert len(list(results.glob("*.json"))) == 4
+    assert main(["table", "--results", str(results)]) == 0
+    assert "digits/digitsnet/binary/bc" in capsys.readouterr().out
+    assert main(["table", "--results", str(results), "--write"]) == 0
+    assert "(n = 2)" in (results / "README.md").read_text()
+
+
+def test_json_is_for_programs(tmp_path, capsys):
+    assert main(["train", *TINY, "--out", str(tmp_path / "run"), "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["iterations"] == 6
+    assert main(["recipes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == recipes.names()
+    assert main(["recipes", "cifar10/resnet18/ref", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["paper"] == 94.84
+    assert main(["methods", "--json"]) == 0
+    assert "md-tanh-s" in json.loads(capsys.readouterr().out)
+    assert main(["summary", "cifar10/resnet18/binary/md-tanh-s", "--json"]) == 0
+    assert sum(row["count"] for row in json.loads(capsys.readouterr().out)) == 11_164_362
+
+
+def test_summary_counts_bits_and_bytes(run_folder, capsys):
+    capsys.readouterr()
+    assert main(["summary", str(run_folder)]) == 0
+    told = capsys.readouterr().out
+    assert "in all 7,029 bytes of weights; in float32 224,936: 32.0 times as much" in told
+    assert main(["summary", "cifar10/resnet18/binary/pq-star"]) == 0
+    assert " 32 bit:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["trian"], 2, "did you mean 'train'"),
+        (["train", "cifar10/resnet18/md-tanh-s"], 1, "did you mean 'cifar10/resnet18/binary/md-tanh-s'"),
+        (["train", "lrr=1"], 1, "did you mean 'lr'"),
+        (["train", "--resume", "nowhere"], 1, "is this the folder of a run"),
+        (["train", "--resume", "nowhere", "lr=1"], 1, "cannot be given with it"),
+        (["eval", "nowhere"], 1, "nowhere/config.json cannot be read"),
+        (["recipes", "cifra10"], 1, "did you mean"),
+        (["compare", "digits/digitsnet", "--methods", "bcc"], 1, "did you mean 'digits/digitsnet/binary/bc'"),
+        (["curves", "nowhere"], 1, "nowhere/config.json"),
+        (["summary", "nowhere"], 1, "no recipe 'nowhere'"),
+        (["train", "data=cifar10", "data_root=nowhere"], 1, "cifar-10-batches-bin"),
+    ],
+)
+def test_wrong_input_is_told_in_one_line(arguments, code, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("urllib.request.urlopen", no_network)
+    assert main(arguments) == code
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.startswith("mirrorquant: ")
+    assert told.count("\n") == 1
+
+
+def no_network(*arguments, **options):
+    raise OSError("no network")
+
+
+def test_wrong_flags_are_usage_errors(capsys):
+    for arguments in (["train", "--fast"], ["eval"], ["methods", "lr=1"]):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
+        assert "usage: mirrorquant" in capsys.readouterr().err
+
+
+def test_help_shows_an_example_for_each_command(capsys):
+    assert main([]) == 2
+    commands = re.findall(r"^    (\w+)  ", capsys.readouterr().out, re.M)
+    assert len(commands) == 9
+    for command in commands:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert f"    mirrorquant {command}" in capsys.readouterr().out
+
+
+def test_an_interrupted_process_exits_with_143_and_resumes(tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "mirrorquant", "train", "iterations=3000", "batch_size=32", "--out", str(folder)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").stat().st_size:
+        time.sleep(0.05)
+        assert process.poll() is None
+    os.kill(process.pid, signal.SIGTERM)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert f"continue with mirrorquant train --resume {folder}" in told
+    assert "Traceback" not in told
+
+
+def readme_commands(root):
+    fences = re.findall(r"^```sh\n(.*?)^```", (root / "README.md").read_text(), re.M | re.S)
+    return [line.split("#")[0].strip() for fence in fences for line in fence.splitlines() if line.strip()]
+
+
+def test_every_command_of_the_readme_runs(tmp_path, monkeypatch, pytestconfig, capsys):
+    """Shortened: few iterations, and synthetic images in place of what would be downloaded."""
+    root = pytestconfig.rootpath
+    code = re.search(r"^```python\n(from torch import nn\n.*?)^```", (root / "README.md").read_text(), re.M | re.S)
+    (tmp_path / "mynet.py").write_text(code[1])
+    (tmp_path / "results").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    commands = readme_commands(root)
+    assert len(commands) == 12
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        if program == "make":
+            subprocess.run(["make", "-n", *arguments], cwd=root, check=True, capture_output=True)
+            continue
+        if arguments[0] in ("train", "compare"):
+            arguments += [*TINY, "batch_size=2", "--quiet"]
+            if any("cifar10" in text for text in arguments):
+                arguments += ["data=synthetic:3x8x8:10", "model=digitsnet"]
+        assert main(arguments) == 0, command
+    assert "error" not in capsys.readouterr().err
