@@ -1,5 +1,8 @@
 """The fast step trains as the plain loop does; what needs CUDA is in benchmarks/train_paths_agree.py."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -119,3 +122,13 @@ def test_the_compiled_step_is_the_plain_one(tmp_path):
     _, expected = train(tmp_path / "plain", "engine=eager")
     _, found = train(tmp_path / "fast", "engine=graph", "compile=true")
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-3, atol=2e-3)
+
+
+def test_each_step_of_the_fast_path_is_the_plain_one_all_along_the_curve():
+    path = Path(__file__).parents[1] / "benchmarks" / "train_paths_agree.py"
+    spec = importlib.util.spec_from_file_location("train_paths_agree", path)
+    agree = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(agree)
+    paths = [["precision=float32", f"engine={engine}", "compile=false"] for engine in ("graph", "eager")]
+    curves = agree.led("digits/digitsnet/binary/md-tanh-s", 60, *paths)
+    assert agree.difference(*curves, 1) < agree.TOLERANCE["float32"][0]
