@@ -125,7 +125,7 @@ def main() -> None:
     torch.backends.cudnn.allow_tf32 = False
     chip = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{arguments.recipe}, {arguments.steps} steps, {chip}, torch {torch.__version__}")
-    report = {"recipe": arguments.recipe, "steps": arguments.steps, "chip": chip, "torch": torch.__version__}
+    report = {"trained": arguments.recipe, "steps": arguments.steps, "chip": chip, "torch": torch.__version__}
     rows: list[dict[str, object]] = []
     for precision in arguments.precisions:
         rows.append(compare(arguments.recipe, arguments.steps, precision, arguments.overrides))

@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
-    report: dict[str, object] = {"recipe": arguments.recipe, "overrides": arguments.overrides}
+    report: dict[str, object] = {"trained": arguments.recipe, "overrides": arguments.overrides}
     report |= {"chip": torch.cuda.get_device_name(), "torch": torch.__version__}
     print(f"{arguments.recipe}, {report['chip']}, torch {torch.__version__}")
 
