@@ -176,7 +176,7 @@ class MDTanhS(MD):
 
     def write(self, weight: Tensor, latent: Tensor, beta: Beta) -> None:
         """weight = tanh(β w̃); in float32 on a CPU as 2σ(2β w̃) − 1 in place, 3 times faster and to 2e-7 absolute."""
-        if isinstance(self.mirror, Tanh) and weight.dtype == torch.float32 and weight.device.type == "cpu":
+        if isinstance(self.mirror, Tanh) and in_place(weight):
             torch.mul(latent, 2 * beta, out=weight).sigmoid_()
             torch.sub(torch.tensor(-1.0), weight, alpha=-2, out=weight)
         else:
@@ -232,6 +232,11 @@ class MDTanh(MDTanhS):
         return latent.clamp_(self.levels.centre - bound, self.levels.centre + bound)
 
 
+def in_place(weight: Tensor) -> bool:
+    """Whether projecting in place pays: on a CPU the pages of temporaries cost more than the arithmetic."""
+    return weight.dtype == torch.float32 and weight.device.type == "cpu"
+
+
 def dual_bound(dtype: torch.dtype) -> float:
     """atanh of the largest number below 1: the dual coordinate of a tanh that is one rounding unit from saturation."""
     return math.atanh(1 - torch.finfo(dtype).eps / 2)
@@ -267,7 +272,16 @@ class MDSoftmaxS(MD):
 
     def pull_back(self, grad: Tensor, latent: Tensor, beta: Beta) -> Tensor:
         """dL/du_λ = q_λ dL/dw."""
-        return torch.stack([level * grad for level in self.levels])
+        return self.levels.tensor(grad).view(-1, *[1] * grad.dim()) * grad
+
+    def write(self, weight: Tensor, latent: Tensor, beta: Beta) -> None:
+        """weight = q · softmax(β ũ); of two levels on a CPU as q_1 + (q_2 − q_1) σ(β (ũ_2 − ũ_1)), in place."""
+        if len(self.levels) == 2 and in_place(weight):
+            low, high = self.levels
+            torch.sub(latent[1], latent[0], out=weight).mul_(beta).sigmoid_()
+            torch.add(torch.tensor(low), weight, alpha=high - low, out=weight)
+        else:
+            super().write(weight, latent, beta)
 
     def round(self, latent: Tensor, beta: Beta) -> Tensor:
         """The most probable level; a tie goes up, as everywhere."""
@@ -312,6 +326,10 @@ class MDSoftmax(MDSoftmaxS):
     def project(self, latent: Tensor, beta: Beta) -> Tensor:
         """w = q · u: β is in log u already."""
         return super().project(latent, 1.0)
+
+    def write(self, weight: Tensor, latent: Tensor, beta: Beta) -> None:
+        """weight = q · u."""
+        super().write(weight, latent, 1.0)
 
     def step_scale(self, beta: Beta) -> Beta:
         """log u − β D."""
