@@ -243,8 +243,9 @@ def _folder(config: Config) -> Path:
 def _keep(summary: dict[str, Any], results: Path) -> None:
     """Writes the summary to the results, without the place where this machine's data lie."""
     results.mkdir(parents=True, exist_ok=True)
-    local = {key: {k: v for k, v in summary[key].items() if k != "data_root"} for key in ("config", "overrides")}
-    summary = {**summary, **local}
+    changed = {k: v for k, v in summary["overrides"].items() if k != "data_root"}
+    config = {k: v for k, v in summary["config"].items() if k not in ("data_root", "overrides")}
+    summary = {**summary, "config": config, "overrides": changed}
     changes = {k: v for k, v in summary["overrides"].items() if k not in FREE_KEYS | SPEED_KEYS}
     name = "-".join([summary["recipe"].replace("/", "-"), f"seed{summary['config']['seed']}"])
     name += "".join(f"-{key}-{re.sub('[^A-Za-z0-9.]+', '-', str(value))}" for key, value in changes.items()) + ".json"
