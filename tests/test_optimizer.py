@@ -543,6 +543,16 @@ def test_frozen_parameters_given_directly_are_left_alone():
     assert BINARY.holds(layer.weight.detach())
 
 
+def test_capture_in_a_cuda_graph_is_refused(monkeypatch):
+    model = small_network()
+    opt = wrap(model)
+    before = snapshot(model, opt)
+    monkeypatch.setattr("mirrorquant.optimizer._capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="each replay would use the same beta"):
+        opt.step()
+    assert same(before, snapshot(model, opt))
+
+
 def test_a_scheduler_of_the_base_is_refused():
     base = torch.optim.Adam(mq.split(small_network()))
     torch.optim.lr_scheduler.StepLR(base, 2)

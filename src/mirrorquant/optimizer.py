@@ -68,7 +68,7 @@ class MirrorDescent(Optimizer):
         levels: the quantization levels for methods given by name; binary unless told.
         anneal: β as a function of the step.
         check_gradients: refuse a step with NaN or infinite gradients (one read of the gradients; a synchronization
-            on CUDA). Skipped in compiled and captured steps.
+            on CUDA). Skipped in compiled steps.
     """
 
     base: Optimizer
@@ -268,6 +268,11 @@ class MirrorDescent(Optimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare(self) -> list[float]:
         """The next β, refused before anything changes; and the hyperparameters, copied to the base optimizer."""
+        if _capturing():
+            raise RuntimeError(
+                "step() cannot be captured in a CUDA graph: each replay would use the same beta. Capture the forward "
+                "and backward pass and step outside, or train with mirrorquant.train, whose fast step brings beta along"
+            )
         betas = [_beta(group["anneal"], group["method"], self.steps + 1) for group in self.param_groups]
         for ours, theirs in zip(self.param_groups, self.base.param_groups, strict=True):
             theirs.update({k: v for k, v in ours.items() if k in theirs and k not in (*_OURS, "params")})
@@ -288,7 +293,7 @@ class MirrorDescent(Optimizer):
             group["beta"] = torch.full((), beta, device=group["params"][0].device)
 
     def _refuse_bad_gradients(self) -> None:
-        if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if torch.compiler.is_compiling():
             return
         groups = enumerate(self.param_groups)
         named = [pair for i, group in groups for pair in zip(self._names(i), group["params"], strict=True)]
@@ -365,6 +370,10 @@ class MirrorDescent(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler patches ``step`` into the instance; like torch's own optimizers, a copy does without it.
         return {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _pull_back(method: Method, weights: list[Tensor], latents: list[Tensor], beta: Beta, *, frozen: bool) -> None:
