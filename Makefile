@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-slow lint clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -19,7 +19,10 @@ lint: .venv/ready
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 -m 'not slow'
+
+test-slow: .venv/ready
+	$(BIN)/pytest -n 2 -m slow
 
 clean:
 	rm -rf .venv build dist

@@ -340,6 +340,7 @@ def test_a_compiled_step_has_the_projection_of_all_weights_in_one_graph(method, 
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor_a_step_gives_the_same_weights(method):
     torch.compiler.reset()
     w, twin = (nn.Parameter(torch.linspace(-1, 1, 6)) for _ in range(2))

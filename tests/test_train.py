@@ -138,6 +138,7 @@ def test_every_cell_of_the_three_tables_has_a_recipe():
     assert len(PAPER) == 88
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAPER)
 def test_every_recipe_of_the_paper_runs_20_iterations(name, tmp_path):
     shape = SHAPES[name.split("/")[0]]
@@ -186,6 +187,7 @@ def killed(folder, settings, at_step):
     assert process.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_30_runs_killed_at_random_moments_end_bit_identical(tmp_path):
     rng = random.Random(0)
     for seed in range(3):
