@@ -33,7 +33,7 @@ from mirrorquant.train import checkpoint
 from mirrorquant.train.checkpoint import CheckpointError
 from mirrorquant.train.config import Config, ConfigError
 from mirrorquant.train.fast import FastStep
-from mirrorquant.train.report import Metrics, Progress, read_metrics
+from mirrorquant.train.report import Metrics, MetricsError, Progress, read_metrics
 
 __all__ = ["Interrupted", "Run", "RunError", "accuracy", "recalibrate"]
 
@@ -490,4 +490,4 @@ class _Lock:
         self.file.close()
 
 
-USER_ERRORS = (RunError, ConfigError, DataError, ModelError, CheckpointError)
+USER_ERRORS = (RunError, ConfigError, DataError, ModelError, CheckpointError, MetricsError)

@@ -19,6 +19,7 @@ import torch
 
 from mirrorquant.levels import BINARY, TERNARY
 from mirrorquant.mirrors import Mirror, ShiftedTanh, Tanh
+from mirrorquant.train.report import MetricsError, read_metrics
 from mirrorquant.train.tables import data_label, level_values, levels_label, method_label, model_label
 
 if TYPE_CHECKING:
@@ -376,25 +377,20 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file. What follows its last line break is still being written, or was cut off: ignored."""
+    """The lines of a metrics file, their fields checked."""
     try:
-        *lines, _ = file.read_bytes().split(b"\n")
+        file.stat()
+        rows = read_metrics(file)
     except OSError as error:
         raise PlotError(f"{file}: not readable ({error}); is {file.parent} a run folder?") from error
-    return [_parse(line, f"{file}, line {number}") for number, line in enumerate(lines, 1)]
-
-
-def _parse(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        content = json.loads(line)
-    except ValueError as error:
-        raise PlotError(f"{place}: not JSON ({error}); mend or remove the line") from error
-    if not isinstance(content, dict) or not isinstance(content.get("kind"), str):
-        raise PlotError(f'{place}: expected a JSON object with a "kind", found {line[:60]!r}')
-    for key in _FIELDS.get(content["kind"], ()):
-        if not _sound(key, content.get(key)):
-            raise PlotError(f"{place}: {key} of a {content['kind']} line is {str(content.get(key))[:60]}")
-    return content
+    except MetricsError as error:
+        raise PlotError(str(error)) from error
+    for number, row in enumerate(rows, 1):
+        for key in _FIELDS.get(row["kind"], ()):
+            if not _sound(key, row.get(key)):
+                found = str(row.get(key))[:60]
+                raise PlotError(f"{file}, line {number}: {key} of a {row['kind']} line is {found}")
+    return rows
 
 
 def _sound(key: str, value: Any) -> bool:

@@ -12,20 +12,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Metrics", "Progress", "read_metrics"]
+__all__ = ["Metrics", "MetricsError", "Progress", "read_metrics"]
+
+
+class MetricsError(ValueError):
+    """A broken line of a metrics file; the message names both."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a metrics file; a last line that was cut off by a kill is left out."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [_parse(path, number, line) for number, line in enumerate(text.split("\n")[:-1], 1)]
+    """The lines of a metrics file. What follows its last line break is still being written, or was cut off: ignored."""
+    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
-def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
+def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
-        row: dict[str, Any] = json.loads(line)
+        row = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{path}:{number} is no JSON: the file was altered") from error
+        raise MetricsError(f"{place}: not JSON ({error}); mend or remove the line") from error
+    if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
+        raise MetricsError(f'{place}: expected a JSON object with a "kind", found {line[:60]!r}')
     return row
 
 
@@ -34,7 +40,7 @@ class Metrics:
 
     def __init__(self, folder: Path, steps_done: int) -> None:
         self.path = folder / "metrics.jsonl"
-        kept = [row for row in read_metrics(self.path) if row["step"] <= steps_done] if steps_done else []
+        kept = [row for row in read_metrics(self.path) if row.get("step", 0) <= steps_done] if steps_done else []
         self.path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         self.file = self.path.open("a", encoding="utf-8")
         self.events: Any = None
