@@ -11,7 +11,7 @@ from mirrorquant.train.fast import FastStep, Unsupported
 from mirrorquant.train.loop import Run
 from mirrorquant.train.report import read_metrics
 
-METHODS = ("ref", "bc", "pq", "pmf", "gd-tanh", "md-tanh", "md-softmax", "md-tanh-s", "md-softmax-s")
+METHODS = ("ref", "bc", "pq", "pmf", "gd-tanh", "md-tanh", "md-softmax", "md-tanh-s", "md-softmax-s", "md-tanh-primal")
 
 
 def config(*overrides, method="md-tanh-s"):

@@ -40,8 +40,8 @@ from torch import Tensor
 from mirrorquant.levels import BINARY, Levels
 from mirrorquant.mirrors import Beta, Mirror, ShiftedTanh, Softmax, Tanh
 
-__all__ = ["BC", "MD", "PMF", "PQ", "REF", "GDTanh", "MDSoftmax", "MDSoftmaxS", "MDTanh", "MDTanhS", "Method"]
-__all__ += ["PMFAuthors", "get", "list"]
+__all__ = ["BC", "MD", "PMF", "PQ", "REF", "GDTanh", "MDSoftmax", "MDSoftmaxPrimal", "MDSoftmaxS", "MDTanh"]
+__all__ += ["MDTanhPrimal", "MDTanhS", "Method", "PMFAuthors", "get", "list"]
 
 
 @dataclass(frozen=True)
@@ -232,6 +232,21 @@ class MDTanh(MDTanhS):
         return latent.clamp_(self.levels.centre - bound, self.levels.centre + bound)
 
 
+class MDTanhPrimal(MDTanh):
+    """MD-tanh that keeps the primal point in its own precision: a weight that has reached its level stays there.
+
+    The closed form of tab:eg_projns takes 1 ± w, which float32 rounds: it cannot leave ±1 again. So the weights freeze
+    one after the other as β grows, while those of ``md-tanh`` go on, with ever longer steps β D.
+    """
+
+    name = "md-tanh-primal"
+
+    def settle(self, latent: Tensor, beta: Beta, lr: Beta) -> Tensor:
+        """v = P_1⁻¹(w) of the rounded w = P_1(v), which is infinite where w is a level."""
+        centre, radius = self.levels.centre, self.levels.radius
+        return centre + radius * torch.atanh(torch.tanh((latent - centre) / radius))
+
+
 def in_place(weight: Tensor) -> bool:
     """Whether projecting in place pays: on a CPU the pages of temporaries cost more than the arithmetic."""
     return weight.dtype == torch.float32 and weight.device.type == "cpu"
@@ -272,7 +287,7 @@ class MDSoftmaxS(MD):
 
     def pull_back(self, grad: Tensor, latent: Tensor, beta: Beta) -> Tensor:
         """dL/du_λ = q_λ dL/dw."""
-        return self.levels.tensor(grad).view(-1, *[1] * grad.dim()) * grad
+        return torch.stack([level * grad for level in self.levels])
 
     def write(self, weight: Tensor, latent: Tensor, beta: Beta) -> None:
         """weight = q · softmax(β ũ); of two levels on a CPU as q_1 + (q_2 − q_1) σ(β (ũ_2 − ũ_1)), in place."""
@@ -340,6 +355,16 @@ class MDSoftmax(MDSoftmaxS):
         finite = torch.finfo(latent.dtype).max / 4
         latent = latent.clamp(-finite, finite)
         return (latent - latent.amax(0, keepdim=True)).clamp(min=-2 * dual_bound(latent.dtype))
+
+
+class MDSoftmaxPrimal(MDSoftmax):
+    """MD-softmax that keeps the primal point in its own precision: a level whose probability is 0 stays out."""
+
+    name = "md-softmax-primal"
+
+    def settle(self, latent: Tensor, beta: Beta, lr: Beta) -> Tensor:
+        """log u of the rounded u = softmax(v), which is −∞ where a probability has underflown to 0."""
+        return torch.log(self.mirror.project(latent, 1.0))
 
 
 def get(method: str | Method, levels: Iterable[float] | None = None) -> Method:

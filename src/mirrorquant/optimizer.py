@@ -180,8 +180,8 @@ class MirrorDescent(Optimizer):
         """
         for q in self._quantized():
             for name, latent in zip(q.names, q.latents, strict=True):
-                if not bool(torch.isfinite(latent).all()):
-                    raise RuntimeError(f"the latent of {name} holds NaN or inf: training diverged; nothing was rounded")
+                if bool(torch.isnan(latent).any()):  # infinite is where a primal point has reached its level
+                    raise RuntimeError(f"the latent of {name} holds NaN: training diverged; nothing was rounded")
         self._write(rounded=True)
         for q in self._quantized():
             for name, weight in zip(q.names, q.weights, strict=True):

@@ -7,15 +7,15 @@ from torch.nn.functional import max_pool2d, relu
 class DigitsNet(nn.Module):
     """Convolutions ``conv1`` to ``conv3`` of 3x3 with max-pools in between, global average pool, linear ``fc``."""
 
-    def __init__(self, classes: int, *, affine: bool, channels: int) -> None:
+    def __init__(self, classes: int, *, affine: bool, channels: int, width: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(channels, 32, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(32, affine=affine)
-        self.conv2 = nn.Conv2d(32, 64, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(64, affine=affine)
-        self.conv3 = nn.Conv2d(64, 64, 3, padding=1, bias=False)
-        self.bn3 = nn.BatchNorm2d(64, affine=affine)
-        self.fc = nn.Linear(64, classes)
+        self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width, affine=affine)
+        self.conv2 = nn.Conv2d(width, 2 * width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(2 * width, affine=affine)
+        self.conv3 = nn.Conv2d(2 * width, 2 * width, 3, padding=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(2 * width, affine=affine)
+        self.fc = nn.Linear(2 * width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """The logits of a batch of images."""
@@ -26,13 +26,14 @@ class DigitsNet(nn.Module):
         return logits
 
 
-def digitsnet(classes: int = 10, *, affine: bool = False, channels: int = 1) -> DigitsNet:
+def digitsnet(classes: int = 10, *, affine: bool = False, channels: int = 1, width: int = 32) -> DigitsNet:
     """A small network for images of 4x4 pixels or more: 1x8x8 UCI digits, 1x28x28 Fashion-MNIST. Not in the paper.
 
     Args:
         classes: number of logits.
         affine: whether batch norm has a learnable scale and shift; the paper keeps them only in REF, the float network.
         channels: channels of an image: 1 for grey, 3 for colour.
+        width: channels of the first convolution; the other two have twice as many.
 
     Returns:
         The model; for 10 classes, one channel and ``affine=False`` it has 56,234 parameters in 5 tensors.
@@ -43,4 +44,4 @@ def digitsnet(classes: int = 10, *, affine: bool = False, channels: int = 1) -> 
         >>> models.digitsnet()(torch.zeros(2, 1, 8, 8)).shape
         torch.Size([2, 10])
     """
-    return DigitsNet(classes, affine=affine, channels=channels)
+    return DigitsNet(classes, affine=affine, channels=channels, width=width)

@@ -60,6 +60,7 @@ class Config:
     affine: bool = False
     skip: list[str] = field(default_factory=list)
     stem_stride: int = 1
+    width: int = 32
     seed: int = 0
     eval_every: int = 100
     log_every: int = 20
@@ -125,7 +126,7 @@ class Config:
             return models.build(self.model, classes)
         options: dict[str, Any] = {"affine": self.affine}
         options |= {"stem_stride": self.stem_stride} if self.model == "resnet18" else {}
-        options |= {"channels": channels} if self.model == "digitsnet" else {}
+        options |= {"channels": channels, "width": self.width} if self.model == "digitsnet" else {}
         model = models.build(self.model, classes, **options)
         models.initialize(model, torch.Generator().manual_seed(self.seed))
         return model

@@ -30,6 +30,7 @@ from mirrorquant import methods
 from mirrorquant.data import Loader
 from mirrorquant.methods import REF, Method
 from mirrorquant.optimizer import MirrorDescent
+from mirrorquant.train import beside
 
 __all__ = ["FastStep", "Unsupported"]
 
@@ -146,10 +147,11 @@ class FastStep:
     # A step.
 
     def _step(self) -> None:
-        with _hidden_counters(self._norms()):
+        with _hidden_counters(self._norms()), beside.convolutions():
             loss = self._forward(self.weights, self.place)
             leaves = [w for part in self.moving for w in part.weights.values()]
             grads = torch.autograd.grad(loss, leaves) if leaves else ()
+            beside.join()
         with torch.no_grad():
             start = 0
             for part in self.moving:

@@ -9,7 +9,8 @@ A recipe is a flat dictionary. Every one has
 =================  ===================================================================================================
 ``data``           data set
 ``model``          network, a name of :func:`mirrorquant.models.build`
-``method``         method; PQ* is ``pq`` with a ``skip``, PMF* is ``pmf``, PMF is ``pmf-authors``
+``method``         method; PQ* is ``pq`` with a ``skip``, PMF* is ``pmf``, PMF is ``pmf-authors``, MD-tanh and MD-softmax
+                   are ``md-tanh-primal`` and ``md-softmax-primal``
 ``optimizer``      ``"adam"`` or ``"sgd"``
 ``lr``             learning_rate
 ``lr_scale``       what the learning rate is multiplied by every ``lr_interval`` iterations; 1.0: no decay
@@ -32,6 +33,7 @@ and, only where it has a meaning,
 ``pq_rate``        regularization rate of PQ, "beta_scale" in its columns
 ``finalize_at``    fraction of training after which PQ rounds for good
 ``stem_stride``    stride of the first convolution of ResNet-18
+``width``          channels of the first convolution of DigitsNet
 ``paper``          test accuracy in the paper's table, in percent
 ``eval_every``     iterations between validations; likewise ``checkpoint_every`` and ``histogram_every``
 ``note``           what is not as in the paper, or not printed there
@@ -77,6 +79,7 @@ _TYPES: dict[str, type] = {
     "pq_rate": float,
     "skip": list,
     "stem_stride": int,
+    "width": int,
     "threads": int,
     "weight_decay": float,
 }
