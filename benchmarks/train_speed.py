@@ -105,7 +105,7 @@ def optimizer_step(method: str | None) -> float:
         for part, own in zip(parts, grads, strict=True):
             flat = [fast._flatten(g, like) for g, like in zip(own, part.layout, strict=True)]
             torch._foreach_copy_(part.grads, flat)
-            update(part.method, part.rule, part.grad, part.latent, part.moments, part.weight, rows, place)
+            update(part.method, part.rule, part.grad, part.latents, part.moments, part.weight, rows, place)
 
     return timed(captured(step))
 

@@ -29,10 +29,11 @@ A projection of one's own needs no method at all:
 from __future__ import annotations
 
 import difflib
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +43,8 @@ from mirrorquant.mirrors import Beta, Mirror, ShiftedTanh, Softmax, Tanh
 
 __all__ = ["BC", "MD", "PMF", "PQ", "REF", "GDTanh", "MDSoftmax", "MDSoftmaxPrimal", "MDSoftmaxS", "MDTanh"]
 __all__ += ["MDTanhPrimal", "MDTanhS", "Method", "PMFAuthors", "get", "list"]
+
+Lifted = TypeVar("Lifted", Tensor, Sequence[Tensor])
 
 
 @dataclass(frozen=True)
@@ -257,9 +260,17 @@ def dual_bound(dtype: torch.dtype) -> float:
     return math.atanh(1 - torch.finfo(dtype).eps / 2)
 
 
+def gather(like: Lifted, entries: Sequence[Tensor]) -> Lifted:
+    """One tensor a level, stacked where ``like`` is."""
+    return torch.stack([*entries]) if isinstance(like, Tensor) else entries
+
+
 @dataclass(frozen=True)
 class MDSoftmaxS(MD):
-    """Mirror descent, softmax projection in the lifted space, stable form."""
+    """Mirror descent, softmax projection in the lifted space, stable form.
+
+    A latent is d numbers a weight, stacked along dimension 0, or d tensors that are not stacked.
+    """
 
     name = "md-softmax-s"
     mirror: Mirror = field(init=False, repr=False, default_factory=Softmax)
@@ -274,31 +285,37 @@ class MDSoftmaxS(MD):
         q = [(level - self.levels.centre) / self.levels.radius for level in self.levels]
         return torch.stack([level * w - level**2 / 2 for level in q])
 
-    def project(self, latent: Tensor, beta: Beta) -> Tensor:
+    def project(self, latent: Lifted, beta: Beta) -> Tensor:
         """w = q · softmax(β ũ)."""
-        return self.collapse(self.mirror.project(latent, beta))
+        return self.collapse(self.probabilities(latent, beta))
 
-    def collapse(self, u: Tensor) -> Tensor:
+    def probabilities(self, latent: Lifted, beta: Beta) -> Lifted:
+        """u = softmax(β ũ)."""
+        if isinstance(latent, Tensor):
+            return self.mirror.project(latent, beta)
+        return Softmax().project_each(latent, beta)
+
+    def collapse(self, u: Lifted) -> Tensor:
         """w = Σ_λ q_λ u_λ: from the lifted space to the parameter space."""
         weight = self.levels[0] * u[0]
         for level, probability in zip(self.levels[1:], u[1:], strict=True):
             weight = weight + level * probability
         return weight
 
-    def pull_back(self, grad: Tensor, latent: Tensor, beta: Beta) -> Tensor:
+    def pull_back(self, grad: Tensor, latent: Lifted, beta: Beta) -> Lifted:
         """dL/du_λ = q_λ dL/dw."""
-        return torch.stack([level * grad for level in self.levels])
+        return gather(latent, [level * grad for level in self.levels])
 
-    def write(self, weight: Tensor, latent: Tensor, beta: Beta) -> None:
+    def write(self, weight: Tensor, latent: Lifted, beta: Beta) -> None:
         """weight = q · softmax(β ũ); of two levels on a CPU as q_1 + (q_2 − q_1) σ(β (ũ_2 − ũ_1)), in place."""
         if len(self.levels) == 2 and in_place(weight):
             low, high = self.levels
             torch.sub(latent[1], latent[0], out=weight).mul_(beta).sigmoid_()
             torch.add(torch.tensor(low), weight, alpha=high - low, out=weight)
         else:
-            super().write(weight, latent, beta)
+            weight.copy_(self.project(latent, beta))
 
-    def round(self, latent: Tensor, beta: Beta) -> Tensor:
+    def round(self, latent: Lifted, beta: Beta) -> Tensor:
         """The most probable level; a tie goes up, as everywhere."""
         weight, best = torch.full_like(latent[0], self.levels[0]), latent[0]
         for level, value in zip(self.levels[1:], latent[1:], strict=True):
@@ -311,11 +328,11 @@ class PMF(MDSoftmaxS):
 
     name = "pmf"
 
-    def pull_back(self, grad: Tensor, latent: Tensor, beta: Beta) -> Tensor:
+    def pull_back(self, grad: Tensor, latent: Lifted, beta: Beta) -> Lifted:
         """dL/dũ_λ = β u_λ (q_λ − w) dL/dw."""
-        u = self.mirror.project(latent, beta)
+        u = self.probabilities(latent, beta)
         w = self.collapse(u)
-        return torch.stack([beta * u_l * (level - w) * grad for level, u_l in zip(self.levels, u, strict=True)])
+        return gather(latent, [beta * u_l * (level - w) * grad for level, u_l in zip(self.levels, u, strict=True)])
 
 
 class PMFAuthors(MDSoftmaxS):
@@ -323,11 +340,11 @@ class PMFAuthors(MDSoftmaxS):
 
     name = "pmf-authors"
 
-    def pull_back(self, grad: Tensor, latent: Tensor, beta: Beta) -> Tensor:
+    def pull_back(self, grad: Tensor, latent: Lifted, beta: Beta) -> Lifted:
         """dL/dũ_λ = β (q_λ − u_λ w) dL/dw."""
-        u = self.mirror.project(latent, beta)
+        u = self.probabilities(latent, beta)
         w = self.collapse(u)
-        return torch.stack([beta * (level - u_l * w) * grad for level, u_l in zip(self.levels, u, strict=True)])
+        return gather(latent, [beta * (level - u_l * w) * grad for level, u_l in zip(self.levels, u, strict=True)])
 
 
 class MDSoftmax(MDSoftmaxS):
@@ -338,11 +355,11 @@ class MDSoftmax(MDSoftmaxS):
 
     name = "md-softmax"
 
-    def project(self, latent: Tensor, beta: Beta) -> Tensor:
+    def project(self, latent: Lifted, beta: Beta) -> Tensor:
         """w = q · u: β is in log u already."""
         return super().project(latent, 1.0)
 
-    def write(self, weight: Tensor, latent: Tensor, beta: Beta) -> None:
+    def write(self, weight: Tensor, latent: Lifted, beta: Beta) -> None:
         """weight = q · u."""
         super().write(weight, latent, 1.0)
 
@@ -350,11 +367,13 @@ class MDSoftmax(MDSoftmaxS):
         """log u − β D."""
         return beta
 
-    def settle(self, latent: Tensor, beta: Beta, lr: Beta) -> Tensor:
+    def settle(self, latent: Lifted, beta: Beta, lr: Beta) -> Lifted:
         """log u with its maximum at 0, bounded below like the tanh form's dual coordinate."""
-        finite = torch.finfo(latent.dtype).max / 4
-        latent = latent.clamp(-finite, finite)
-        return (latent - latent.amax(0, keepdim=True)).clamp(min=-2 * dual_bound(latent.dtype))
+        kind = latent[0].dtype
+        finite = torch.finfo(kind).max / 4
+        entries = [entry.clamp(-finite, finite) for entry in latent]
+        largest = functools.reduce(torch.maximum, entries)
+        return gather(latent, [(entry - largest).clamp(min=-2 * dual_bound(kind)) for entry in entries])
 
 
 class MDSoftmaxPrimal(MDSoftmax):
@@ -362,9 +381,9 @@ class MDSoftmaxPrimal(MDSoftmax):
 
     name = "md-softmax-primal"
 
-    def settle(self, latent: Tensor, beta: Beta, lr: Beta) -> Tensor:
+    def settle(self, latent: Lifted, beta: Beta, lr: Beta) -> Lifted:
         """log u of the rounded u = softmax(v), which is −∞ where a probability has underflown to 0."""
-        return torch.log(self.mirror.project(latent, 1.0))
+        return gather(latent, [torch.log(u) for u in self.probabilities(latent, 1.0)])
 
 
 def get(method: str | Method, levels: Iterable[float] | None = None) -> Method:

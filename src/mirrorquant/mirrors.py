@@ -32,7 +32,7 @@ tensor([1.])
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -191,6 +191,13 @@ class Softmax(Mirror):
     def project(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
         """exp(β ũ_λ) / Σ exp(β ũ_μ); the largest entry is subtracted first, so that no β overflows."""
         return torch.softmax(beta * (dual - dual.amax(0, keepdim=True)), 0)
+
+    def project_each(self, dual: Sequence[Tensor], beta: Beta = 1.0) -> list[Tensor]:
+        """The same of d tensors that are not stacked: elementwise, so that it compiles together with what is around."""
+        largest = functools.reduce(torch.maximum, dual)
+        weights = [torch.exp(beta * (entry - largest)) for entry in dual]
+        total = functools.reduce(torch.add, weights)
+        return [weight / total for weight in weights]
 
     @in_full_precision
     def inverse(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:

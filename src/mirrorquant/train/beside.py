@@ -79,7 +79,7 @@ def _weight_gradient(
     main = torch.cuda.current_stream(grad.device)
     side = _streams.get(grad.device)
     if side is None:
-        side = _streams[grad.device] = torch.cuda.Stream(grad.device)
+        side = _streams[grad.device] = torch.cuda.Stream(grad.device)  # type: ignore[no-untyped-call]
     side.wait_stream(main)
     with torch.cuda.stream(side):
         result = _compute(grad, x, weight, stride, padding, dilation)
@@ -98,9 +98,7 @@ def _compute(
 
 
 @_weight_gradient.register_fake
-def _(
-    grad: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]
-) -> Tensor:
+def _(grad: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
     return torch.empty_like(weight)
 
 

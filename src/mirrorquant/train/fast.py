@@ -159,7 +159,9 @@ class FastStep:
                 start += len(own)
                 torch._foreach_copy_(part.grads, [_flatten(g, like) for g, like in zip(own, part.layout, strict=True)])
                 row = self.rows[:, part.index]
-                self._update(part.method, part.rule, part.grad, part.latent, part.moments, part.weight, row, self.place)
+                self._update(
+                    part.method, part.rule, part.grad, part.latents, part.moments, part.weight, row, self.place
+                )
             self.losses += loss.detach()
             self.place += 1
 
@@ -209,7 +211,7 @@ _Row = ("step_size", "root", "beta", "next_beta", "lr")
 class Part:
     """The parameters of one group that compute in one precision, in flat tensors.
 
-    ``latent`` (d×n for a lifted method, else n numbers) is the master, with the optimizer's ``moments`` beside it;
+    ``latents`` (one tensor, or one a level of a lifted method) are the master, with the optimizer's ``moments`` beside;
     ``weight`` and ``grad`` are what the network computes with, ``weights`` and ``grads`` views of them, one a tensor.
     """
 
@@ -232,20 +234,22 @@ class Part:
 
         like = self.layout[0].new_zeros
         self.weight, self.grad = (like(end, dtype=dtype) for _ in range(2))
-        self.latent = like(*lifted, end, dtype=moved[0].dtype)
-        self.moments = [torch.zeros_like(self.latent) for _ in self.rule.moments]
+        latent = like(*lifted, end, dtype=moved[0].dtype)
+        moments = [torch.zeros_like(latent) for _ in self.rule.moments]
+        self.latents = list(latent) if lifted else [latent]
+        self.moments = [list(moment) if lifted else [moment] for moment in moments]
         self.grads = [self.grad[a : a + p.numel()] for a, p in zip(starts, self.layout, strict=True)]
         self.weights = {}
         for name, view, p in zip(params, views(self.weight), self.layout, strict=True):
             self.weights[name] = view.copy_(p).detach().requires_grad_(not self.frozen)
         if self.frozen:
             return
-        for tensor, view in zip(moved, views(self.latent), strict=True):
+        for tensor, view in zip(moved, views(latent), strict=True):
             tensor.data = view.copy_(tensor.detach())
         if len({int(state.get("step", 0)) for state in self.states}) > 1:
             raise Unsupported("the optimizer has taken more steps for some parameters than for others")
         self.counted = int(self.states[0].get("step", 0))
-        for name, flat in zip(self.rule.moments, self.moments, strict=True):
+        for name, flat in zip(self.rule.moments, moments, strict=True):
             for state, view in zip(self.states, views(flat), strict=True):
                 if state.get(name) is not None:
                     view.copy_(state[name])
@@ -281,18 +285,25 @@ def _update(
     method: Method,
     rule: Adam | SGD,
     grad: Tensor,
-    latent: Tensor,
-    moments: list[Tensor],
+    latents: list[Tensor],
+    moments: list[list[Tensor]],
     weight: Tensor,
     rows: Tensor,
     place: Tensor,
 ) -> None:
-    """``MirrorDescent.step`` on flat tensors: pull back, the base optimizer's update, settle, project."""
+    """``MirrorDescent.step`` on flat tensors: pull back, the base optimizer's update, settle, project.
+
+    A lifted method has a tensor a level: all is elementwise then, and compiles to one kernel.
+    """
     size, root, beta, next_beta, lr = rows.index_select(0, place)[0].unbind()
-    pulled = method.pull_back(grad.to(latent.dtype), latent, beta)
-    moved = method.settle(rule.update(pulled, latent, moments, size, root), beta, lr)
+    latent: Any = latents if len(latents) > 1 else latents[0]
+    pulled = method.pull_back(grad.to(latents[0].dtype), latent, beta)
+    each = zip(pulled if len(latents) > 1 else [pulled], latents, *moments, strict=True)
+    moved: Any = [rule.update(g, x, own, size, root) for g, x, *own in each]
+    moved = method.settle(moved if len(latents) > 1 else moved[0], beta, lr)
     method.write(weight, moved, next_beta)
-    latent.copy_(moved)
+    for old, new in zip(latents, moved if len(latents) > 1 else [moved], strict=True):
+        old.copy_(new)
 
 
 class Adam:
