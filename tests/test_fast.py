@@ -52,6 +52,35 @@ def test_fast_and_plain_engine_train_alike(method, tmp_path):
             assert fast.model.state_dict()[key] == value
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_fast_score_is_that_of_the_rounded_network(method, tmp_path):
+    """The graph engine validates by its own rounding of the latents, which must be the optimizer's."""
+    run = Run(config("engine=graph", method=method), tmp_path / "run", quiet=True)
+    for _ in range(25):
+        run._fast_step()
+        run.step += 1
+    before = {name: w.clone() for name, w in run.fast.weights.items()}
+    accuracy, loss = run._rounded_score()
+    assert run.score is not None
+    assert all(torch.equal(w, before[name]) for name, w in run.fast.weights.items())
+    assert run.model.training
+    run._sync()
+    with run.opt.quantized():
+        expected, expected_loss = run.evaluate(run.data.val)
+    assert accuracy == pytest.approx(expected, abs=1e-4)
+    assert loss == pytest.approx(expected_loss, rel=1e-4)
+
+
+def test_where_the_fast_score_cannot_serve_validation_is_done_plainly(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("mirrorquant.train.loop.FastScore", refuse)
+    run, _ = train(tmp_path / "run", "engine=graph")
+    assert any("no such kernel" in message for message in run.messages)
+    assert run.best_step == 40 or run.best_accuracy > 0
+
+
 def test_ternary_levels_and_float_layers_are_served(tmp_path):
     _, expected = train(tmp_path / "plain", "engine=eager", "affine=true", "levels=ternary")
     fast, found = train(tmp_path / "fast", "engine=graph", "affine=true", "levels=ternary")

@@ -33,8 +33,8 @@ def end_of(folder):
     state, best = checkpoint.load(folder / "checkpoint.mq"), checkpoint.load(folder / "best.mq")
     rows = [{k: v for k, v in row.items() if k != "seconds"} for row in read_metrics(folder / "metrics.jsonl")]
     summary = json.loads((folder / "summary.json").read_text())
-    timeless = {k: v for k, v in summary.items() if k not in ("seconds", "iterations_per_second")}
-    del state["seconds"]
+    timeless = {k: v for k, v in summary.items() if "seconds" not in k and "per_second" not in k and k != "aside"}
+    del state["seconds"], state["aside"]
     return flatten([state, best]), rows, timeless
 
 

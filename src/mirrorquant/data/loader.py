@@ -46,7 +46,7 @@ class Loader:
         self.batch_size, self.seed = batch_size, seed
         self.batches_per_epoch = len(images) // batch_size
         self._augmentation = AUGMENTATIONS[augment]
-        self._normalise = _Normalise(self.images, mean, std)
+        self._normalise = Normalise(self.images, mean, std)
         self._epoch = -1
         self._order = self._draws = torch.empty(0)
 
@@ -65,19 +65,20 @@ class Loader:
         return self._normalise(images), self.images.labels[chosen]
 
     def epoch(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """The order of an epoch's images, and the random numbers of the augmentation of each in that order."""
+        """The plan of an epoch, on the device of the images."""
         if epoch != self._epoch:
-            self._begin(epoch)
+            device = self.images.images.device
+            self._order, self._draws = (t.to(device) for t in self.plan(epoch))
+            self._epoch = epoch
         return self._order, self._draws
 
-    def _begin(self, epoch: int) -> None:
+    def plan(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """The order of an epoch's images, and the random numbers of the augmentation of each in that order."""
         digest = hashlib.sha256(f"{self.seed}:{epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
         count, (_, height, width) = len(self.images), self.images.shape
         order = torch.randperm(count, generator=generator)
-        draws = self._augmentation.draw(count, height, width, generator)
-        device = self.images.images.device
-        self._order, self._draws, self._epoch = order.to(device), draws.to(device), epoch
+        return order, self._augmentation.draw(count, height, width, generator)
 
 
 def clean_batches(
@@ -92,12 +93,12 @@ def clean_batches(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, expected 1 or more")
-    normalise = _Normalise(images, mean, std)
+    normalise = Normalise(images, mean, std)
     parts = (slice(start, start + batch_size) for start in range(0, len(images), batch_size))
     return ((normalise(images.images[part]), images.labels[part]) for part in parts)
 
 
-class _Normalise:
+class Normalise:
     """Bytes to float32 of mean 0 and variance 1: a subtraction and a division, each exactly rounded everywhere."""
 
     def __init__(self, images: Images, mean: Sequence[float], std: Sequence[float]) -> None:

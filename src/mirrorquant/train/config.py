@@ -33,10 +33,11 @@ class Config:
     """Everything that a run depends on. The first part comes from a recipe; any key can be overridden.
 
     ``augment``: crop-flip, shift, none ...; the data set's own unless told. ``eval_every``: the rounded network is
-    validated at this cadence. ``recalibrate``: training batches from which the batch-norm statistics of the rounded
-    network are taken anew before the final test; 0 keeps those of the soft weights, as the paper does. ``precision``:
-    float32, or bfloat16 autocast. ``engine``: graph is the fast step of ``train/fast.py``, eager the plain one. What is
-    auto (or None) is chosen for speed on CUDA, and plain on the CPU. ``threads``: on the CPU, 0 for torch's own choice.
+    validated at this cadence. ``checkpoint_every``: in iterations; 0 is once a minute. ``recalibrate``: training
+    batches from which the batch-norm statistics of the rounded network are taken anew before the final test; 0 keeps
+    those of the soft weights, as the paper does. ``precision``: float32, or bfloat16 autocast. ``engine``: graph is the
+    fast step of ``train/fast.py``, eager the plain one. What is auto (or None) is chosen for speed on CUDA, and plain
+    on the CPU. ``threads``: on the CPU, 0 for torch's own choice.
     """
 
     data: str = "digits"
@@ -65,7 +66,7 @@ class Config:
     eval_every: int = 100
     log_every: int = 20
     histogram_every: int = 0
-    checkpoint_every: int = 1000
+    checkpoint_every: int = 0
     recalibrate: int = 0
     engine: str = "auto"
     precision: str = "auto"

@@ -81,6 +81,7 @@ class FastStep:
         self.offsets = torch.arange(loader.batch_size, device=self.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.epoch, self.next, self.done, self.runs, self.capture = -1, -1, 0, 0, self.device.type == "cuda"
+        self.planned: tuple[int, list[Tensor]] | None = None
         self._forward: Callable[..., Tensor] = self._loss
         self._update: Callable[..., None] = _update
         if compiled:
@@ -98,9 +99,16 @@ class FastStep:
         if self.graph is not None:
             self.graph.replay()
         else:
-            with self._beside():
+            with self.beside():
                 self._step()
         self.next, self.done, self.runs = k + 1, self.done + 1, self.runs + 1
+        if place == self.loader.batches_per_epoch // 2:
+            self.planned = epoch + 1, self._plan(epoch + 1)  # while the device is busy
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step is only replayed by now."""
+        return self.graph is not None or (not self.capture and self.runs >= WARM_UP)
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -123,24 +131,30 @@ class FastStep:
 
     def _begin(self, epoch: int, place: int, k: int) -> None:
         """Copies the epoch's plan to the device."""
-        if epoch != self.epoch:
-            order, draws = self.loader.epoch(epoch)
-            self.order.copy_(order)
-            self.draws.copy_(draws)
-        first = k - place
-        rows = [self._plan(first + i, i - place) for i in range(self.loader.batches_per_epoch)]
-        self.rows.copy_(torch.tensor(rows))
+        planned, self.planned = self.planned, None
+        if planned is None or planned[0] != epoch or k != self.next:
+            self.next = k
+            planned = epoch, self._plan(epoch)
+        for tensor, host in zip((self.order, self.draws, self.rows), planned[1], strict=True):
+            tensor.copy_(host, non_blocking=True)
         self.place.fill_(place)
         self.epoch = epoch
 
-    def _plan(self, step: int, ahead: int) -> list[list[float]]:
-        """What a step needs to know, for each group; computed in double precision, like the plain optimizer does."""
+    def _plan(self, epoch: int) -> list[Tensor]:
+        """Order, random numbers, and what each step needs to know for each group, on the CPU."""
+        steps = range(epoch * self.loader.batches_per_epoch, (epoch + 1) * self.loader.batches_per_epoch)
+        plan = [*self.loader.plan(epoch), torch.tensor([self._rows(step) for step in steps])]
+        return [t.pin_memory() for t in plan] if self.device.type == "cuda" else plan
+
+    def _rows(self, step: int) -> list[list[float]]:
+        """Computed in double precision, like the plain optimizer does."""
         rows = []
         for index, group in enumerate(self.opt.param_groups):
             beta, lr = float(group["anneal"](step)), self.lr_at(step)
             scaled = float(lr * group["method"].step_scale(beta))
             part = next((part for part in self.moving if part.index == index), None)
-            size, root = part.rule.step_size(scaled, part.counted + self.done + ahead + 1) if part else (0.0, 1.0)
+            taken = part.counted + self.done + step - self.next if part else 0
+            size, root = part.rule.step_size(scaled, taken + 1) if part else (0.0, 1.0)
             rows.append([size, root, beta, float(group["anneal"](step + 1)), lr])
         return rows
 
@@ -181,15 +195,13 @@ class FastStep:
             with torch.cuda.graph(graph):
                 self._step()
         except RuntimeError as error:
-            self.say(
-                f"this step cannot be captured in a CUDA graph ({_first_line(error)}): it runs without one, slower"
-            )
+            self.say(f"this step cannot be captured in a CUDA graph ({first_line(error)}): it runs without one, slower")
             self.capture = False
             return
         self.graph = graph
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
+    def beside(self) -> Iterator[None]:
         """What warms up for a capture runs on a stream of its own."""
         if not self.capture:
             yield
@@ -222,39 +234,39 @@ class Part:
         moved = [opt.state.get(p, {}).get("latent", p) for p in params.values()]
         self.states = [opt.base.state[t] for t in moved] if not self.frozen else []
         self.layout = [p.detach() for p in params.values()]
-        starts, end = [], 0
+        self.starts, end = [], 0
         for p in self.layout:
-            starts.append(end)
+            self.starts.append(end)
             end += -(-p.numel() // ALIGNMENT) * ALIGNMENT
         lifted = moved[0].shape[: moved[0].dim() - self.layout[0].dim()]
-
-        def views(flat: Tensor) -> list[Tensor]:
-            parts = [flat[..., a : a + p.numel()] for a, p in zip(starts, self.layout, strict=True)]
-            return [_shape(part, p) for part, p in zip(parts, self.layout, strict=True)]
-
         like = self.layout[0].new_zeros
         self.weight, self.grad = (like(end, dtype=dtype) for _ in range(2))
         latent = like(*lifted, end, dtype=moved[0].dtype)
         moments = [torch.zeros_like(latent) for _ in self.rule.moments]
         self.latents = list(latent) if lifted else [latent]
         self.moments = [list(moment) if lifted else [moment] for moment in moments]
-        self.grads = [self.grad[a : a + p.numel()] for a, p in zip(starts, self.layout, strict=True)]
+        self.grads = [self.grad[a : a + p.numel()] for a, p in zip(self.starts, self.layout, strict=True)]
         self.weights = {}
-        for name, view, p in zip(params, views(self.weight), self.layout, strict=True):
+        for name, view, p in zip(params, self.views(self.weight), self.layout, strict=True):
             self.weights[name] = view.copy_(p).detach().requires_grad_(not self.frozen)
         if self.frozen:
             return
-        for tensor, view in zip(moved, views(latent), strict=True):
+        for tensor, view in zip(moved, self.views(latent), strict=True):
             tensor.data = view.copy_(tensor.detach())
         if len({int(state.get("step", 0)) for state in self.states}) > 1:
             raise Unsupported("the optimizer has taken more steps for some parameters than for others")
         self.counted = int(self.states[0].get("step", 0))
         for name, flat in zip(self.rule.moments, moments, strict=True):
-            for state, view in zip(self.states, views(flat), strict=True):
+            for state, view in zip(self.states, self.views(flat), strict=True):
                 if state.get(name) is not None:
                     view.copy_(state[name])
                 state[name] = view
         self.count(0)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The tensors of which a flat one (or each row of it) is made up, in shape and memory format."""
+        parts = [flat[..., a : a + p.numel()] for a, p in zip(self.starts, self.layout, strict=True)]
+        return [_shape(part, p) for part, p in zip(parts, self.layout, strict=True)]
 
     def count(self, steps: int) -> None:
         """Tells the optimizer's state of steps that were taken."""
@@ -397,5 +409,6 @@ def _hidden_counters(norms: list[nn.modules.batchnorm._BatchNorm]) -> Iterator[N
             norm.num_batches_tracked = counter
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """An error in one line."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

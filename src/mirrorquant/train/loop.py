@@ -26,19 +26,22 @@ from torch import Tensor, nn
 from mirrorquant._version import __version__
 from mirrorquant.data import Data, DataError, Images, Loader, clean_batches
 from mirrorquant.data import load as load_data
+from mirrorquant.data.loader import Normalise
 from mirrorquant.methods import REF
 from mirrorquant.models.registry import ModelError
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.train import checkpoint
 from mirrorquant.train.checkpoint import CheckpointError
 from mirrorquant.train.config import Config, ConfigError
-from mirrorquant.train.fast import FastStep
+from mirrorquant.train.fast import FastStep, first_line
+from mirrorquant.train.fast_score import FastScore
 from mirrorquant.train.report import Metrics, MetricsError, Progress, read_metrics
 
 __all__ = ["Interrupted", "Run", "RunError", "accuracy", "recalibrate"]
 
 EVAL_BATCH = 500
 BINS = 61
+CHECKPOINT_SECONDS = 60
 
 
 class RunError(RuntimeError):
@@ -118,7 +121,10 @@ class Run:
         self.network: Callable[[Tensor], Tensor] = torch.compile(self.model) if config.wants("compile") else self.model
         self.engine = "graph" if config.fast else "eager"
         self.fast: FastStep | None = None
+        self.score: FastScore | None = None
+        self.scores = True
         self.step, self.seconds, self.best_step, self.best_accuracy = 0, 0.0, -1, -1.0
+        self.aside = {"startup": 0.0, "validation": 0.0, "checkpoints": 0.0}  # seconds that did not go into training
         self.best: dict[str, Tensor] = {}
         self.losses = torch.zeros((), device=self.device)
         self.messages: list[str] = []
@@ -142,6 +148,7 @@ class Run:
     def _iterate(self, progress: Progress, stop: _Stop) -> None:
         config, before, began = self.config, self.seconds, time.monotonic()
         finalize_step = math.ceil(config.finalize_at * config.iterations)
+        saved = began
         while self.step < config.iterations:
             if stop.number:
                 self._save_checkpoint()
@@ -158,16 +165,21 @@ class Run:
             if self.step == finalize_step and self.step < config.iterations:
                 self._sync()
                 self.opt.finalize()
-                self.fast = None  # built anew, for what stays to train
+                self.fast = self.score = None  # built anew, for what stays to train
             if self.step % config.log_every == 0 or self.step == config.iterations:
                 self.seconds = before + time.monotonic() - began
                 self._log(progress)
             if self.step % config.eval_every == 0 or self.step == config.iterations:
-                self._validate(progress)
+                self._validate()
             if config.histogram_every and (self.step % config.histogram_every == 0 or self.step == 1):
                 self._histograms()
-            if self.step % config.checkpoint_every == 0:
-                self.seconds = before + time.monotonic() - began
+            if (
+                self.step % config.checkpoint_every == 0
+                if config.checkpoint_every
+                else (time.monotonic() - saved > CHECKPOINT_SECONDS)
+            ):
+                saved = time.monotonic()
+                self.seconds = before + saved - began
                 self._save_checkpoint()
         self.seconds = before + time.monotonic() - began
 
@@ -186,13 +198,16 @@ class Run:
                     compiled=self.config.wants("compile"),
                     say=self._say,
                 )
-            self.fast(self.step)
+            if self.fast.ready:
+                self.fast(self.step)
+            else:
+                with self._timed("startup"):
+                    self.fast(self.step)
         except Exception as error:
             if self.fast is not None and self.fast.runs:
                 raise
             self.engine, self.fast = "eager", None
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._say(f"engine=graph cannot train this ({reason}): the plain engine does, slower")
+            self._say(f"engine=graph cannot train this ({first_line(error)}): the plain engine does, slower")
             self.losses += self._train_step()
 
     def _say(self, message: str) -> None:
@@ -268,14 +283,40 @@ class Run:
         groups = (group for group in self.opt.param_groups if not isinstance(group["method"], REF))
         return float(next((group["anneal"](self.step) for group in groups), 1.0))
 
-    def _validate(self, progress: Progress) -> None:
+    def _validate(self) -> None:
+        with self._timed("startup" if self.fast is not None and self.score is None else "validation"):
+            found, loss = self._rounded_score()
+        self._record("val", accuracy=found, loss=loss)
+        if found >= self.best_accuracy:  # of equals the later one, which is closer to its levels
+            self.best_accuracy, self.best_step = found, self.step
+            self._sync()
+            with self.opt.quantized():
+                self.best = copy.deepcopy({k: v.detach() for k, v in self.model.state_dict().items()})
+
+    def _rounded_score(self) -> tuple[float, float]:
+        """Validation accuracy and loss of the rounded network; where the fast score cannot serve, it says so."""
+        if self.fast is not None and self.scores:
+            try:
+                if self.score is None:
+                    normalise = Normalise(self.data.val, self.data.mean, self.data.std)
+                    compiled = self.config.wants("compile")
+                    self.score = FastScore(self.fast, self.data.val, normalise, EVAL_BATCH, compiled=compiled)
+                return self.score()
+            except Exception as error:
+                self.score, self.scores = None, False
+                self._say(f"validation in a graph does not work here ({first_line(error)}): it is done plainly, slower")
         self._sync()
         with self.opt.quantized():
-            found, loss = self.evaluate(self.data.val)
-            self._record("val", accuracy=found, loss=loss)
-            if found >= self.best_accuracy:  # of equals the later one, which is closer to its levels
-                self.best_accuracy, self.best_step = found, self.step
-                self.best = copy.deepcopy({k: v.detach() for k, v in self.model.state_dict().items()})
+            return self.evaluate(self.data.val)
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        """Counts the seconds that something takes, training's own work left out."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        began = time.monotonic()
+        yield
+        self.aside[what] += time.monotonic() - began
 
     def _record(self, kind: str, **values: Any) -> None:
         if self.metrics is not None:
@@ -300,7 +341,11 @@ class Run:
     # Checkpoints.
 
     def _save_checkpoint(self) -> None:
-        self._sync()
+        with self._timed("checkpoints"):
+            self._sync()
+            self._write_checkpoint()
+
+    def _write_checkpoint(self) -> None:
         state = {
             "step": self.step,
             "seconds": self.seconds,
@@ -308,6 +353,7 @@ class Run:
             "best_accuracy": self.best_accuracy,
             "best": self.best,
             "losses": self.losses,
+            "aside": self.aside,
             "model": self.model.state_dict(),
             "optimizer": self.opt.state_dict(),
             "rng": torch.get_rng_state(),
@@ -332,6 +378,7 @@ class Run:
         self.best_step, self.best_accuracy = state["best_step"], state["best_accuracy"]
         self.best = {k: v.to(self.device) for k, v in state["best"].items()}
         self.losses.copy_(state["losses"])
+        self.aside |= state.get("aside", {})
         torch.set_rng_state(state["rng"])
         if "cuda_rng" in state and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
@@ -359,6 +406,7 @@ class Run:
 
     def _summary(self, test: float, soft: float, last: float) -> dict[str, Any]:
         rows = read_metrics(self.folder / "metrics.jsonl")
+        training = self.seconds - sum(self.aside.values())
         return {
             "recipe": self.config.recipe or None,
             "config": self.config.as_dict(),
@@ -370,7 +418,9 @@ class Run:
             "test_accuracy_soft": soft,
             "test_accuracy_last": last,
             "seconds": round(self.seconds, 2),
+            "aside": {what: round(seconds, 2) for what, seconds in self.aside.items()},
             "iterations_per_second": round(self.step / max(self.seconds, 1e-9), 2),
+            "training_iterations_per_second": round(self.step / max(training, 1e-9), 2),
             "versions": versions(self.device),
             "engine": self._engine(),
             "curve": [[r["step"], round(r["accuracy"], 3)] for r in rows if r["kind"] == "val"],
