@@ -204,6 +204,7 @@ def test_a_recipe_says_what_its_name_says(name: str) -> None:
     recipe = recipes.get(name)
     data, model, *levels, method = name.split("/")
     methods = {"pq-star": "pq", "pmf-star": "pmf", "pmf": "pmf-authors"}
+    methods |= {"md-tanh": "md-tanh-primal", "md-softmax": "md-softmax-primal"}
     assert (recipe["data"], recipe["model"], recipe["method"]) == (data, model, methods.get(method, method))
     assert [recipe[key] for key in ("levels",) if key in recipe] == levels
     assert recipe["affine"] == (method == "ref")

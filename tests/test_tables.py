@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -157,3 +158,15 @@ def test_comparison_is_aligned(put):
 )
 def test_durations_read_well(seconds, text):
     assert tables._duration(seconds) == text
+
+
+def test_the_readme_holds_the_tables_of_the_results():
+    root = Path(__file__).parents[1]
+    readme, table = (root / "README.md").read_text(), tables.results_table(root / "results")
+    assert tables.with_results(readme, table) == readme, "run mirrorquant table --readme README.md --write"
+    assert (root / "results" / "README.md").read_text() == table
+
+
+def test_a_readme_without_marks_is_left_alone(put):
+    with pytest.raises(tables.TableError, match="no place for the tables"):
+        tables.with_results("# Net\n", put(summary(MD, 93.0, paper=93.18)))

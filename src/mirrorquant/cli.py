@@ -28,7 +28,15 @@ from mirrorquant.data import load
 from mirrorquant.train import checkpoint, plots, recipes
 from mirrorquant.train.config import Config, ConfigError
 from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, layers
-from mirrorquant.train.tables import FREE_KEYS, SPEED_KEYS, TableError, compare_row, compare_table, results_table
+from mirrorquant.train.tables import (
+    FREE_KEYS,
+    SPEED_KEYS,
+    TableError,
+    compare_row,
+    compare_table,
+    results_table,
+    with_results,
+)
 
 __all__ = ["main"]
 
@@ -207,17 +215,22 @@ def _summary_of(folder: Path) -> dict[str, Any]:
 def table(options: argparse.Namespace) -> None:
     """Rebuilds the paper's tables from the results."""
     text = results_table(options.results)
+    if options.readme:
+        old = options.readme.read_text(encoding="utf-8")
+        options.readme.write_text(with_results(old, text), encoding="utf-8")
+        print(f"wrote the results into {options.readme}")
     if options.write:
         (options.results / "README.md").write_text(text, encoding="utf-8")
         print(f"wrote {options.results / 'README.md'}")
-    else:
+    if not (options.write or options.readme):
         print(text)
 
 
 def curves(options: argparse.Namespace) -> None:
     """Draws training curves."""
     for folder in options.folders:
-        Config.load(folder / "config.json")
+        if not folder.is_file():
+            Config.load(folder / "config.json")
     print(f"wrote {plots.curves(options.folders, options.out)}")
 
 
@@ -324,8 +337,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub = command("table", table, "the paper's tables, from the results", "mirrorquant table --results results --write")
     sub.add_argument("--results", type=Path, default=Path("results"), help="folder of the runs' JSON files")
     sub.add_argument("--write", action="store_true", help="write README.md there")
+    sub.add_argument("--readme", type=Path, metavar="FILE", help="write the tables into a text, between its marks")
     sub = command("curves", curves, "training curves as PNG", "mirrorquant curves runs/A runs/B --out curves.png")
-    sub.add_argument("folders", type=Path, nargs="+", metavar="RUN")
+    sub.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="a run's folder, or its file in results/")
     sub.add_argument("--out", type=Path, default=Path("curves.png"))
     sub = command("plots", draw_projections, "projections, inverses, mirror maps", "mirrorquant plots --out figures")
     sub.add_argument("--out", type=Path, default=Path("figures"))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mirrorquant import anneal
 from mirrorquant.levels import BINARY, TERNARY
 from mirrorquant.mirrors import Mirror, ShiftedTanh, Tanh
 from mirrorquant.train.report import MetricsError, read_metrics
@@ -76,10 +77,10 @@ class _Run:
 
 
 def curves(runs: Sequence[Path], out: Path) -> Path:
-    """Training curves (the paper's fig:trcurves) of one or several run folders, one colour a run.
+    """Training curves (the paper's fig:trcurves) of one or several runs, one colour a run.
 
     Args:
-        runs: folders with ``config.json`` and ``metrics.jsonl``.
+        runs: folders with ``config.json`` and ``metrics.jsonl``, or summaries as they are kept in ``results/``.
         out: the picture to write: validation accuracy of the rounded network with its best value, training loss, β.
 
     Returns:
@@ -343,6 +344,8 @@ def _axis_start(values: Sequence[float]) -> float:
 
 def _load(folder: Path) -> _Run:
     """A run folder; a step that was recorded twice, before and after a resume, counts as recorded last."""
+    if folder.is_file():
+        return _load_summary(folder)
     config = _checked(folder / "config.json")
     summary = _read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
     recipe = str(summary.get("recipe") or config.get("recipe") or "")
@@ -353,9 +356,27 @@ def _load(folder: Path) -> _Run:
     return run
 
 
+def _load_summary(file: Path) -> _Run:
+    """A run of which only the summary was kept: its curves, and β by its schedule."""
+    summary = _read_json(file)
+    try:
+        config = _typed(file, summary["config"])
+        beta: anneal.Schedule = anneal.constant(math.nan)
+        if config["method"] != "pq":  # its λ grows by the epoch, of which a summary does not tell the length
+            beta = anneal.geometric(config["beta_scale"], every=config["beta_interval"], cap=config["beta_cap"])
+        train = {int(step): {"loss": float(loss), "beta": beta(int(step))} for step, loss in summary["loss_curve"]}
+        val = {int(step): {"accuracy": float(accuracy)} for step, accuracy in summary["curve"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlotError(f"{file}: not the summary of a run ({type(error).__name__}: {error})") from error
+    return _Run(file, config, name=str(summary.get("recipe") or config["method"]).split("/")[-1], train=train, val=val)
+
+
 def _checked(file: Path) -> dict[str, Any]:
     """A run's configuration; what is read from it here is of the right type."""
-    config = _read_json(file)
+    return _typed(file, _read_json(file))
+
+
+def _typed(file: Path, config: dict[str, Any]) -> dict[str, Any]:
     levels = config.get("levels")
     if not isinstance(config.get("method"), str):
         raise PlotError(f"{file}: method is {config.get('method')!r}, expected a name")

@@ -7,6 +7,7 @@ hand. :func:`compare_row` makes a line of :func:`compare_table` from one summary
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = ["FREE_KEYS", "SPEED_KEYS", "TableError", "compare_row", "compare_table", "results_table"]
-__all__ += ["data_label", "level_values", "levels_label", "method_label", "model_label"]
+__all__ += ["data_label", "level_values", "levels_label", "method_label", "model_label", "with_results"]
 
 FREE_KEYS = frozenset({"seed", "data_root", "out", "device"})
 """Overrides that leave a run a reproduction of the paper's cell."""
@@ -162,6 +163,32 @@ def results_table(folder: Path) -> str:
     parts += [_footnote(folder)] if marked else []
     parts += [_made_with(runs)] if runs else []
     return "\n\n".join(parts) + "\n"
+
+
+BEGIN, END = "<!-- made by mirrorquant table --readme -->", "<!-- end of what mirrorquant table made -->"
+"""Between these lines of a README stand the tables."""
+
+
+def with_results(readme: str, table: str) -> str:
+    """A README with the tables of :func:`results_table` between its marks, one heading deeper.
+
+    >>> print(with_results(f"# Net\\n{BEGIN}\\nold\\n{END}\\n", "# Results\\n\\nHow.\\n\\n## Binary\\n\\nNew."))
+    # Net
+    <!-- made by mirrorquant table --readme -->
+    <BLANKLINE>
+    ### Binary
+    <BLANKLINE>
+    New.
+    <BLANKLINE>
+    <!-- end of what mirrorquant table made -->
+    <BLANKLINE>
+    """
+    if not 0 <= readme.find(BEGIN) < readme.find(END):
+        raise TableError(f"there is no place for the tables: put the two lines {BEGIN} and {END} where they belong")
+    tables = table[table.index("\n## ") + 1 :] if "\n## " in table else ""
+    deeper = re.sub("^#", "##", tables.replace("](findings.md)", "](results/findings.md)").strip(), flags=re.MULTILINE)
+    before, rest = readme.split(BEGIN, 1)
+    return f"{before}{BEGIN}\n\n{deeper}\n\n{END}{rest.split(END, 1)[1]}"
 
 
 def _read(file: Path) -> _Run | None:

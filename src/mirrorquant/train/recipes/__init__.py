@@ -35,7 +35,8 @@ and, only where it has a meaning,
 ``stem_stride``    stride of the first convolution of ResNet-18
 ``width``          channels of the first convolution of DigitsNet
 ``paper``          test accuracy in the paper's table, in percent
-``eval_every``     iterations between validations; likewise ``checkpoint_every`` and ``histogram_every``
+``eval_every``     iterations between validations; likewise ``log_every``, ``checkpoint_every`` and
+                   ``histogram_every``
 ``note``           what is not as in the paper, or not printed there
 =================  ===================================================================================================
 """
@@ -68,6 +69,7 @@ _TYPES: dict[str, type] = {
     "finalize_at": float,
     "histogram_every": int,
     "iterations": int,
+    "log_every": int,
     "lr": float,
     "lr_interval": int,
     "lr_scale": float,
@@ -79,9 +81,9 @@ _TYPES: dict[str, type] = {
     "pq_rate": float,
     "skip": list,
     "stem_stride": int,
-    "width": int,
     "threads": int,
     "weight_decay": float,
+    "width": int,
 }
 
 
