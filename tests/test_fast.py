@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from mirrorquant.train import beside
 from mirrorquant.train.config import Config
 from mirrorquant.train.fast import FastStep, Unsupported
 from mirrorquant.train.loop import Run
@@ -166,3 +168,28 @@ def test_each_step_of_the_fast_path_is_the_plain_one_all_along_the_curve():
     paths = [["precision=float32", f"engine={engine}", "compile=false"] for engine in ("graph", "eager")]
     curves = agree.led("digits/digitsnet/binary/md-tanh-s", 60, *paths)
     assert agree.difference(*curves, 1) < agree.TOLERANCE["float32"][0]
+
+
+@pytest.mark.slow
+def test_weight_gradients_apart_from_the_backward_pass_are_the_same(monkeypatch):
+    """On the CPU nothing runs beside: what is checked is the rewritten graph."""
+    calls = []
+    compute = beside._compute
+    monkeypatch.setattr(beside, "_compute", lambda *arguments: calls.append(1) or compute(*arguments))
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2, bias=False)]
+    layers += [nn.Conv2d(8, 8, 3, groups=8), nn.BatchNorm2d(8, affine=False), nn.ReLU()]
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    x = torch.randn(4, 3, 12, 12).contiguous(memory_format=torch.channels_last)
+
+    def loss(images):
+        return model(images).square().sum()
+
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(loss(x), parameters)
+    with beside.convolutions():
+        found = torch.autograd.grad(torch.compile(loss)(x), parameters)
+        beside.join()
+    assert len(calls) == 2  # the grouped convolution stays as it is
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -3,6 +3,7 @@
 import builtins
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,17 @@ def picture(path):
 def has_colour(pixels, code):
     wanted = [int(code[k : k + 2], 16) / 255 for k in (1, 3, 5)]
     return bool((abs(pixels - wanted) < 0.01).all(-1).any())
+
+
+def test_curves_are_drawn_from_kept_summaries_too(tmp_path):
+    results = Path(__file__).parents[1] / "results"
+    kept = sorted(results.glob("digits-digitsnet-*-seed0.json"))
+    assert len(kept) == 3
+    assert plots.curves(kept, tmp_path / "curves.png").stat().st_size > 10_000
+    broken = tmp_path / "run.json"
+    broken.write_text(json.dumps({**json.loads(kept[0].read_text()), "loss_curve": [1, 2]}))
+    with pytest.raises(plots.PlotError, match=r"run\.json: not the summary of a run"):
+        plots.curves([broken], tmp_path / "curves.png")
 
 
 def test_curves_show_every_run_in_the_colour_of_its_method(tmp_path):
