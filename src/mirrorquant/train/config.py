@@ -36,8 +36,8 @@ class Config:
     validated at this cadence. ``checkpoint_every``: in iterations; 0 is once a minute. ``recalibrate``: training
     batches from which the batch-norm statistics of the rounded network are taken anew before the final test; 0 keeps
     those of the soft weights, as the paper does. ``precision``: float32, or bfloat16 autocast. ``engine``: graph is the
-    fast step of ``train/fast.py``, eager the plain one. What is auto (or None) is chosen for speed on CUDA, and plain
-    on the CPU. ``threads``: on the CPU, 0 for torch's own choice.
+    fast step of ``train/fast.py``, eager the plain one. What is auto (or None) is chosen for speed: on the CPU that is
+    channels_last alone. ``threads``: on the CPU, 0 for torch's own choice.
     """
 
     data: str = "digits"
@@ -176,9 +176,9 @@ class Config:
         return torch.bfloat16 if half else torch.float32
 
     def wants(self, key: str) -> bool:
-        """Whether ``compile`` or ``channels_last`` is on; unless told, it is on CUDA."""
+        """Whether ``compile`` or ``channels_last`` is on; unless told, the one on CUDA and the other everywhere."""
         value: bool | None = getattr(self, key)
-        return self.torch_device.type == "cuda" if value is None else value
+        return (key == "channels_last" or self.torch_device.type == "cuda") if value is None else value
 
     # Files: the exact bytes are checked, since a changed digit would be another experiment.
 
