@@ -1,0 +1,293 @@
+"""Packed layers: convolution and linear layers that compute with the bits of their weights.
+
+A layer holds the bit planes of its weight, and of its bias where that is on levels too; the layout that the kernels read is
+made from them when the layer is built, moved or loaded, and is not part of ``state_dict``. Computation is in float32, the
+output in the dtype of the input.
+
+>>> import torch
+>>> from torch import nn
+>>> from mirrorquant.packing import PackedLinear
+>>> layer = nn.Linear(100, 3)
+>>> _ = layer.weight.data.sign_()
+>>> packed = PackedLinear.of(layer)
+>>> packed.weight_bits.planes.shape                    # 100 weights are 13 bytes
+torch.Size([1, 3, 13])
+>>> x = torch.randn(2, 100)
+>>> torch.allclose(packed(x), layer(x), atol=1e-5)
+True
+>>> torch.equal(packed.weight, layer.weight)
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mirrorquant.levels import BINARY
+from mirrorquant.packing import kernels
+from mirrorquant.packing.bits import PackedTensor, PackError
+
+__all__ = ["PackedConv2d", "PackedLinear"]
+
+Norm = nn.BatchNorm1d | nn.BatchNorm2d
+
+
+class _PackedLayer(nn.Module):
+    """What the two have in common: bits, a bias, and the scale and shift of the kernels' last step."""
+
+    prepared: Tensor
+    gain: Tensor | None
+    shift: Tensor | None
+    bias_float: Tensor | None
+    norm: tuple[Norm, ...] = ()  # folded into gain and shift; in a tuple, since it is another module's child
+    activation = "float32"
+    groups = 1
+
+    def __init__(self, weight: PackedTensor, bias: PackedTensor | Tensor | None) -> None:
+        super().__init__()
+        self.weight_bits = weight
+        self.bias_bits = bias if isinstance(bias, PackedTensor) else None
+        self.register_buffer("bias_float", bias if isinstance(bias, Tensor) else None)
+        for name in ("prepared", "gain", "shift"):
+            self.register_buffer(name, None, persistent=False)
+        self.register_load_state_dict_post_hook(_after_loading)
+
+    def refresh(self) -> None:
+        """Makes anew what is derived from the state."""
+        bits = self.weight_bits
+        if bits.planes.device.type == "meta":
+            return
+        self.prepared = kernels.prepare(bits.codes(), tuple(bits.levels), self.groups)
+        gain, shift = self._own_scale()
+        for norm in self.norm:
+            gain, shift = _folded(norm, gain, shift)
+        self.gain = None if gain is None else gain.float().expand(bits.shape[0]).contiguous()
+        self.shift = None if shift is None else shift.float().contiguous()
+
+    def _own_scale(self) -> tuple[Tensor | None, Tensor | None]:
+        scale, bias = self.weight_bits.scale, self.bias
+        return None if scale is None else scale.double(), None if bias is None else bias.double()
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights as floats, made anew at each call."""
+        return self.weight_bits.unpack()
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias as floats."""
+        return self.bias_float if self.bias_bits is None else self.bias_bits.unpack()
+
+    def fold(self, norm: Norm) -> None:
+        """Takes over the work of a batch norm that follows, with the statistics that it has collected."""
+        self.norm = (norm,)
+        self.refresh()
+
+    def binarize_input(self) -> bool:
+        """Makes the layer take the sign of its input, bit by bit; False where its levels do not allow it."""
+        allowed = self.weight_bits.levels == BINARY
+        self.activation = "binary" if allowed else self.activation
+        return allowed
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> _PackedLayer:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        here = self.weight_bits.planes.device
+        if all(norm.running_var is not None and norm.running_var.device == here for norm in self.norm):
+            self.refresh()  # otherwise the norm is still on its way, and the model refreshes when all have moved
+        return self
+
+    def _finish(self, y: Tensor, residual: Tensor | None, relu: bool, dtype: torch.dtype) -> Tensor:
+        """What the kernel could not do at once."""
+        y = y.to(dtype)
+        y = y if residual is None else y + residual
+        return F.relu(y) if relu else y
+
+
+class PackedConv2d(_PackedLayer):
+    """A ``Conv2d`` on bits; ``residual`` is added to its output and ``relu`` applied after that, in one go."""
+
+    def __init__(
+        self,
+        weight: PackedTensor,
+        bias: PackedTensor | Tensor | None = None,
+        *,
+        stride: tuple[int, int] = (1, 1),
+        padding: tuple[int, int] | str = (0, 0),
+        dilation: tuple[int, int] = (1, 1),
+        groups: int = 1,
+        padding_mode: str = "zeros",
+    ) -> None:
+        super().__init__(weight, bias)
+        self.stride, self.dilation, self.groups = stride, dilation, groups
+        self.padding, self.padding_mode = padding, padding_mode
+        _, _, *kernel = weight.shape
+        self._pads = _pads(padding, kernel, dilation)
+        self.refresh()
+
+    @classmethod
+    def of(
+        cls, layer: nn.Conv2d, weight: PackedTensor | None = None, bias: PackedTensor | Tensor | None = None
+    ) -> PackedConv2d:
+        """The packed form of a layer: its own tensors, or these in place of them."""
+        if weight is None:
+            weight, bias = _tensors(layer)
+        padding = layer.padding if isinstance(layer.padding, str) else _pair(layer.padding)
+        stride, dilation = _pair(layer.stride), _pair(layer.dilation)
+        return cls(
+            weight,
+            bias,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=layer.groups,
+            padding_mode=layer.padding_mode,
+        )
+
+    def forward(self, x: Tensor, residual: Tensor | None = None, relu: bool = False) -> Tensor:
+        """The convolution of a batch of images, or of one image."""
+        if x.dim() == 3:
+            return self(x[None], None if residual is None else residual[None], relu)[0]  # type: ignore[no-any-return]
+        signs = self.activation
+        images, (left, right, top, bottom) = x.float(), self._pads
+        padding = (top, left)
+        if self.padding_mode != "zeros":
+            images, padding = F.pad(images, self._pads, mode=self.padding_mode), (0, 0)
+        elif left != right or top != bottom:
+            images = _signs(images) if signs == "binary" else images  # a padded zero is no sign
+            images, padding, signs = F.pad(images, self._pads), (0, 0), "float32"
+        bits = self.weight_bits
+        fits = residual is not None and residual.dtype == x.dtype and residual.shape == self._output_shape(x)
+        fused = residual is None or fits
+        y = kernels.conv2d(
+            images,
+            self.prepared,
+            shape=tuple(bits.shape),
+            levels=tuple(bits.levels),
+            scale=self.gain,
+            shift=self.shift,
+            residual=residual.float() if residual is not None and fits else None,
+            relu=relu and fused,
+            stride=self.stride,
+            padding=padding,
+            dilation=self.dilation,
+            groups=self.groups,
+            activation=signs,
+        )
+        return y.to(x.dtype) if fused else self._finish(y, residual, relu, x.dtype)
+
+    def _output_shape(self, x: Tensor) -> tuple[int, ...]:
+        outputs, _, *kernel = self.weight_bits.shape
+        left, right, top, bottom = self._pads
+        sizes = zip(x.shape[2:], (top + bottom, left + right), kernel, self.stride, self.dilation, strict=True)
+        return (x.shape[0], outputs, *((n + pad - d * (k - 1) - 1) // s + 1 for n, pad, k, s, d in sizes))
+
+    def extra_repr(self) -> str:
+        rest = f", padding_mode={self.padding_mode}" if self.padding_mode != "zeros" else ""
+        return (
+            f"stride={self.stride}, padding={self.padding}, dilation={self.dilation}, groups={self.groups}{rest}, "
+            f"activation={self.activation}"
+        )
+
+
+class PackedLinear(_PackedLayer):
+    """A ``Linear`` on bits; ``residual`` is added to its output and ``relu`` applied after that, in one go.
+
+    ``activation="int8"`` quantizes each row of the input to 8 bits, which is faster and no longer exact.
+    """
+
+    def __init__(
+        self, weight: PackedTensor, bias: PackedTensor | Tensor | None = None, *, activation: str = "float32"
+    ) -> None:
+        super().__init__(weight, bias)
+        if activation not in ("float32", "binary", "int8"):
+            raise PackError(f"activation is {activation!r}, but it must be float32, binary or int8")
+        self.activation = activation
+        self.refresh()
+
+    @classmethod
+    def of(
+        cls, layer: nn.Linear, weight: PackedTensor | None = None, bias: PackedTensor | Tensor | None = None
+    ) -> PackedLinear:
+        """The packed form of a layer: its own tensors, or these in place of them."""
+        if weight is None:
+            weight, bias = _tensors(layer)
+        return cls(weight, bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None, relu: bool = False) -> Tensor:
+        """The product for each row of ``x``."""
+        bits = self.weight_bits
+        shape = (*x.shape[:-1], bits.shape[0])
+        gain, shift, norms = self.gain, self.shift, self.norm if x.dim() != 2 else ()
+        if norms:  # over another axis than the rows that the kernel scales
+            own_gain, own_shift = self._own_scale()
+            gain = None if own_gain is None else own_gain.float().expand(bits.shape[0])
+            shift = None if own_shift is None else own_shift.float()
+        fits = residual is not None and residual.dtype == x.dtype and residual.shape == shape and not norms
+        fused = (residual is None or fits) and not norms
+        y = kernels.linear(
+            x.reshape(-1, x.shape[-1]).float(),
+            self.prepared,
+            shape=tuple(bits.shape),
+            levels=tuple(bits.levels),
+            scale=gain,
+            shift=shift,
+            residual=residual.reshape(-1, bits.shape[0]).float() if residual is not None and fits else None,
+            relu=relu and fused,
+            activation=self.activation,
+        ).reshape(shape)
+        for norm in norms:
+            y = norm(y)
+        return y.to(x.dtype) if fused else self._finish(y, residual, relu, x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}"
+
+
+def _after_loading(layer: nn.Module, keys: Any) -> None:
+    assert isinstance(layer, _PackedLayer)
+    layer.refresh()
+
+
+def _tensors(layer: nn.Conv2d | nn.Linear) -> tuple[PackedTensor, PackedTensor | Tensor | None]:
+    weight = PackedTensor.of(layer.weight)
+    if weight is None:
+        raise PackError(f"the weights of {layer} are not on few levels: quantize it first, by finalize()")
+    bias = None if layer.bias is None else PackedTensor.of(layer.bias) or layer.bias.detach().clone()
+    return weight, bias
+
+
+def _folded(norm: Norm, gain: Tensor | None, shift: Tensor | None) -> tuple[Tensor, Tensor]:
+    """norm(gain * y + shift) as one scale and shift of y, in float64."""
+    assert norm.running_mean is not None and norm.running_var is not None
+    slope = (norm.running_var.double() + norm.eps).rsqrt()
+    slope = slope if norm.weight is None else slope * norm.weight.detach().double()
+    centre = -norm.running_mean.double() if shift is None else shift - norm.running_mean.double()
+    moved = centre * slope
+    moved = moved if norm.bias is None else moved + norm.bias.detach().double()
+    return slope if gain is None else gain * slope, moved
+
+
+def _signs(x: Tensor) -> Tensor:
+    return torch.where(x >= 0, 1.0, -1.0)
+
+
+def _pair(values: Any) -> tuple[int, int]:
+    first, second = values
+    return int(first), int(second)
+
+
+def _pads(padding: tuple[int, int] | str, kernel: list[int], dilation: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Left, right, top and bottom, as ``F.pad`` takes them; 'same' puts the odd one at the end."""
+    if padding == "valid":
+        return 0, 0, 0, 0
+    if isinstance(padding, str):
+        vertical, horizontal = (d * (k - 1) for k, d in zip(kernel, dilation, strict=True))
+        return horizontal // 2, horizontal - horizontal // 2, vertical // 2, vertical - vertical // 2
+    return padding[1], padding[1], padding[0], padding[0]
+
+
