@@ -13,7 +13,8 @@ _GRADIENTS = ("clipped", "polynomial")
 class BinaryActivation(nn.Module):
     """sign(x), with sign(0) = +1, so that an activation is always -1 or +1.
 
-    The derivative of the sign is zero almost everywhere; in its place the backward pass uses, for |x| < 1 and zero beyond,
+    The derivative of the sign is zero almost everywhere; in its place the backward pass uses, for |x| < 1 and zero
+    beyond,
 
     - ``clipped``: 1, the straight-through estimator;
     - ``polynomial``: 2 - 2|x|, the derivative of the piecewise polynomial that Bi-Real Net puts in the sign's place.
@@ -35,7 +36,7 @@ class BinaryActivation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The signs, in the dtype of ``x``."""
-        signs: Tensor = _Sign.apply(x, self.gradient) if x.requires_grad else _sign(x)
+        signs: Tensor = _Sign.apply(x, self.gradient) if x.requires_grad else _sign(x)  # type: ignore[no-untyped-call]
         return signs
 
     def extra_repr(self) -> str:

@@ -1,9 +1,10 @@
 """Bit planes: a tensor that takes few values, at one bit a weight for two levels.
 
-The levels q_0 < q_1 < ... are numbered, and a weight is the number of its level. Plane j holds bit j of these numbers: one
-plane for binary weights (0 is the lower level, 1 the upper one), two for ternary ones, ceil(log2 d) for d levels. A plane
-has a row for each output channel (one row in all for a vector), with the input axes flattened, eight weights a byte, the
-first one in the lowest bit; a row's last byte is filled up with zeros. Where a row has a scale, w = scale * level.
+The levels q_0 < q_1 < ... are numbered, and a weight is the number of its level. Plane j holds bit j of these numbers:
+one plane for binary weights (0 is the lower level, 1 the upper one), two for ternary ones, ceil(log2 d) for d levels.
+A plane has a row for each output channel (one row in all for a vector), with the input axes flattened, eight weights a
+byte, the first one in the lowest bit; a row's last byte is filled up with zeros. Where a row has a scale, w = scale *
+level.
 
 >>> import torch
 >>> bits = PackedTensor.of(torch.tensor([[0.5, -0.5, 0.5], [2.0, 2.0, -2.0]]))
@@ -36,7 +37,7 @@ class PackError(ValueError):
 
 
 class PackedTensor(nn.Module):
-    """A tensor as bit planes: buffers ``planes`` (uint8, planes x rows x bytes) and ``scale`` (one a row, or one, or None).
+    """A tensor as bit planes: ``planes`` (uint8, planes x rows x bytes) and ``scale`` (one a row, or one, or None).
 
     A module, so that the planes move, are copied and are listed in ``state_dict`` with the layer that holds them.
     """
@@ -56,8 +57,8 @@ class PackedTensor(nn.Module):
     def of(tensor: Tensor, levels: Levels | None = None) -> PackedTensor | None:
         """The tensor as bits, or None where it is not on the levels (or on no few levels, where none are given).
 
-        Exact: ``unpack`` gives the same numbers back. Recognised are -1/+1 and -1/0/+1, also with a scale for the tensor
-        or for each row; then any level set that is much smaller than the tensor.
+        Exact: ``unpack`` gives the same numbers back. Recognised are -1/+1 and -1/0/+1, also with a scale for the
+        tensor or for each row; then any level set that is much smaller than the tensor.
         """
         if not tensor.is_floating_point():
             return None
@@ -83,7 +84,9 @@ class PackedTensor(nn.Module):
         if scale is not None and bool((scale == scale[0]).all()):
             scale = scale[:1]
         planes = pack_bits(codes, count_planes(levels))
-        return PackedTensor(planes, tensor.shape, Levels(*values), None if scale is None else scale.clone(), tensor.dtype)
+        return PackedTensor(
+            planes, tensor.shape, Levels(*values), None if scale is None else scale.clone(), tensor.dtype
+        )
 
     def codes(self) -> Tensor:
         """The number of each weight's level, uint8, in the tensor's shape."""
@@ -172,9 +175,9 @@ def _scaled(tensor: Tensor) -> tuple[Tensor, Levels, Tensor] | None:
 def _few_values(tensor: Tensor) -> Levels | None:
     """The distinct values, where they are few against the tensor's size."""
     flat = tensor.reshape(-1)
-    if flat[:_SAMPLE].unique().numel() > _DETECTED:
+    if torch.unique(flat[:_SAMPLE]).numel() > _DETECTED:
         return None
-    values = flat.unique()
+    values = torch.unique(flat)
     if not 2 <= values.numel() <= min(_DETECTED, flat.numel() // 4) or not bool(torch.isfinite(values).all()):
         return None
     return Levels(*values.tolist())

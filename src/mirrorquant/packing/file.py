@@ -1,10 +1,10 @@
 """Packed files: a model at one bit a weight on disk, in a file that says what it is and cannot run code.
 
-The container is safetensors, which other tools can read: a length, a JSON header, the bytes of the tensors. A tensor on
-levels is stored as its bit planes (see ``bits.py``) under its own name, its scales beside it under ``NAME.scale``; any other
-one as it is. The metadata hold two strings: ``mirrorquant``, JSON that tells the format's version, the architecture and, of
-each packed tensor, shape, levels and dtype; and ``sha256``, the digest of the whole file with that digest's own place
-zeroed, so that no altered file is taken for the model that was saved.
+The container is safetensors, which other tools can read: a length, a JSON header, the bytes of the tensors. A tensor
+on levels is stored as its bit planes (see ``bits.py``) under its own name, its scales beside it under ``NAME.scale``;
+any other one as it is. The metadata hold two strings: ``mirrorquant``, JSON that tells the format's version, the
+architecture and, of each packed tensor, shape, levels and dtype; and ``sha256``, the digest of the whole file with
+that digest's own place zeroed, so that no altered file is taken for the model that was saved.
 
 Nothing in a file is trusted: names, shapes and sizes are compared with the model and with the file's length before any
 memory is taken for them, and whatever is wrong ends in a :class:`PackError` that names the file.
@@ -12,6 +12,7 @@ memory is taken for them, and whatever is wrong ends in a :class:`PackError` tha
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import math
@@ -34,7 +35,9 @@ from mirrorquant.packing.model import Entry, PackedModel, assemble, entries_of, 
 __all__ = ["Contents", "load", "read", "save"]
 
 FORMAT = 1
-BITS = "plane j holds bit j of the level's number; rows of output channels; first weight in the lowest bit; bit 1 is upper"
+BITS = (
+    "plane j holds bit j of the level's number; rows of output channels; first weight in the lowest bit; bit 1 is upper"
+)
 _START = b'{"__metadata__":{"sha256":"'
 _DIGEST = slice(8 + len(_START), 8 + len(_START) + 64)
 _MOST_HEADER = 1 << 24
@@ -286,7 +289,9 @@ def _container(told: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
 
 def _bytes(tensor: Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).untyped_storage())[: flat.numel() * flat.element_size()] if flat.numel() else b""
+    return (
+        bytes(flat.view(torch.uint8).untyped_storage())[: flat.numel() * flat.element_size()] if flat.numel() else b""
+    )
 
 
 # Reading.
@@ -422,11 +427,11 @@ def _bits(name: str, value: Any, stored: dict[str, _Stored]) -> _Bits:
     levels = entry.get("levels")
     if dtype is None:
         raise _Wrong(f"{name} is {_show(entry['dtype'])}, expected one of {', '.join(_FLOATS)}")
-    numbers = isinstance(levels, list) and all(type(level) in (int, float) for level in levels)
-    if not numbers or not 2 <= len(levels) <= MOST_LEVELS:
+    numbers = levels if isinstance(levels, list) else []
+    if not 2 <= len(numbers) <= MOST_LEVELS or not all(type(level) in (int, float) for level in numbers):
         raise _Wrong(f"the levels of {name} are {_show(levels)}, expected 2 to {MOST_LEVELS} numbers")
     try:
-        found = Levels(*levels)
+        found = Levels(*numbers)
     except (ValueError, OverflowError) as error:
         raise _Wrong(f"{name}: {error}") from error
     if any(float(torch.tensor(level, dtype=dtype)) != level for level in found):
@@ -439,7 +444,12 @@ def _bits(name: str, value: Any, stored: dict[str, _Stored]) -> _Bits:
     scaled = "scale" in entry
     if scaled:
         scale = stored.get(f"{name}.scale")
-        if entry["scale"] != f"{name}.scale" or scale is None or scale.dtype != dtype or scale.shape not in ((1,), (rows,)):
+        if (
+            entry["scale"] != f"{name}.scale"
+            or scale is None
+            or scale.dtype != dtype
+            or scale.shape not in ((1,), (rows,))
+        ):
             raise _Wrong(f"the scale of {name} is missing, or not {dtype} [{rows}]")
     return _Bits(shape, found, dtype, scaled)
 
@@ -452,7 +462,7 @@ def _architecture(value: Any) -> dict[str, Any] | None:
     name = entry.get("name")
     if not isinstance(name, str) or name not in models.names():
         raise _Wrong(f"its architecture is {_show(name)}, expected one of {', '.join(models.names())}")
-    if not all(type(option) in (int, bool) and 0 <= option < 1 << 31 for option in options.values()):
+    if not all(type(option) is bool or (type(option) is int and 0 < option < 1 << 31) for option in options.values()):
         raise _Wrong(f"its architecture has the options {_show(options)}, expected sizes and switches")
     return {"name": name, "options": options}
 

@@ -1,8 +1,7 @@
 """Packed layers: convolution and linear layers that compute with the bits of their weights.
 
-A layer holds the bit planes of its weight, and of its bias where that is on levels too; the layout that the kernels read is
-made from them when the layer is built, moved or loaded, and is not part of ``state_dict``. Computation is in float32, the
-output in the dtype of the input.
+A layer holds the bit planes of its weight, and of its bias where that is on levels too; the layout that the kernels
+read is made from them when the layer is built, moved or loaded, and is not part of ``state_dict``.
 
 >>> import torch
 >>> from torch import nn
@@ -55,7 +54,7 @@ class _PackedLayer(nn.Module):
         self.register_buffer("bias_float", bias if isinstance(bias, Tensor) else None)
         for name in ("prepared", "gain", "shift"):
             self.register_buffer(name, None, persistent=False)
-        self.register_load_state_dict_post_hook(_after_loading)
+        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
     def refresh(self) -> None:
         """Makes anew what is derived from the state."""
@@ -100,12 +99,6 @@ class _PackedLayer(nn.Module):
         if all(norm.running_var is not None and norm.running_var.device == here for norm in self.norm):
             self.refresh()  # otherwise the norm is still on its way, and the model refreshes when all have moved
         return self
-
-    def _finish(self, y: Tensor, residual: Tensor | None, relu: bool, dtype: torch.dtype) -> Tensor:
-        """What the kernel could not do at once."""
-        y = y.to(dtype)
-        y = y if residual is None else y + residual
-        return F.relu(y) if relu else y
 
 
 class PackedConv2d(_PackedLayer):
@@ -153,7 +146,7 @@ class PackedConv2d(_PackedLayer):
         if x.dim() == 3:
             return self(x[None], None if residual is None else residual[None], relu)[0]  # type: ignore[no-any-return]
         signs = self.activation
-        images, (left, right, top, bottom) = x.float(), self._pads
+        images, (left, right, top, bottom) = x, self._pads
         padding = (top, left)
         if self.padding_mode != "zeros":
             images, padding = F.pad(images, self._pads, mode=self.padding_mode), (0, 0)
@@ -170,7 +163,7 @@ class PackedConv2d(_PackedLayer):
             levels=tuple(bits.levels),
             scale=self.gain,
             shift=self.shift,
-            residual=residual.float() if residual is not None and fits else None,
+            residual=residual if fits else None,
             relu=relu and fused,
             stride=self.stride,
             padding=padding,
@@ -178,7 +171,7 @@ class PackedConv2d(_PackedLayer):
             groups=self.groups,
             activation=signs,
         )
-        return y.to(x.dtype) if fused else self._finish(y, residual, relu, x.dtype)
+        return y if fused else _finish(y, residual, relu)
 
     def _output_shape(self, x: Tensor) -> tuple[int, ...]:
         outputs, _, *kernel = self.weight_bits.shape
@@ -230,19 +223,19 @@ class PackedLinear(_PackedLayer):
         fits = residual is not None and residual.dtype == x.dtype and residual.shape == shape and not norms
         fused = (residual is None or fits) and not norms
         y = kernels.linear(
-            x.reshape(-1, x.shape[-1]).float(),
+            x,
             self.prepared,
             shape=tuple(bits.shape),
             levels=tuple(bits.levels),
             scale=gain,
             shift=shift,
-            residual=residual.reshape(-1, bits.shape[0]).float() if residual is not None and fits else None,
+            residual=residual if fits else None,
             relu=relu and fused,
             activation=self.activation,
-        ).reshape(shape)
+        )
         for norm in norms:
             y = norm(y)
-        return y.to(x.dtype) if fused else self._finish(y, residual, relu, x.dtype)
+        return y if fused else _finish(y, residual, relu)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}"
@@ -263,7 +256,8 @@ def _tensors(layer: nn.Conv2d | nn.Linear) -> tuple[PackedTensor, PackedTensor |
 
 def _folded(norm: Norm, gain: Tensor | None, shift: Tensor | None) -> tuple[Tensor, Tensor]:
     """norm(gain * y + shift) as one scale and shift of y, in float64."""
-    assert norm.running_mean is not None and norm.running_var is not None
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
     slope = (norm.running_var.double() + norm.eps).rsqrt()
     slope = slope if norm.weight is None else slope * norm.weight.detach().double()
     centre = -norm.running_mean.double() if shift is None else shift - norm.running_mean.double()
@@ -272,8 +266,14 @@ def _folded(norm: Norm, gain: Tensor | None, shift: Tensor | None) -> tuple[Tens
     return slope if gain is None else gain * slope, moved
 
 
+def _finish(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+    """What the kernel could not do at once."""
+    y = y if residual is None else y + residual
+    return F.relu(y) if relu else y
+
+
 def _signs(x: Tensor) -> Tensor:
-    return torch.where(x >= 0, 1.0, -1.0)
+    return torch.where(x >= 0, 1.0, -1.0).to(x.dtype)
 
 
 def _pair(values: Any) -> tuple[int, int]:
@@ -289,5 +289,3 @@ def _pads(padding: tuple[int, int] | str, kernel: list[int], dilation: tuple[int
         vertical, horizontal = (d * (k - 1) for k, d in zip(kernel, dilation, strict=True))
         return horizontal // 2, horizontal - horizontal // 2, vertical // 2, vertical - vertical // 2
     return padding[1], padding[1], padding[0], padding[0]
-
-

@@ -1,8 +1,8 @@
 """Packed models: a network whose convolution and linear layers run on the bits of their weights.
 
 A packed model keeps the state of the model that it was made from, in bits where that is on levels and unchanged
-elsewhere, so ``unpack`` gives the very model back. How it *runs* is another matter: where the network can be traced, each
-packed layer takes over the batch norm, the addition and the ReLU that follow it, and the sign that precedes it.
+elsewhere, so ``unpack`` gives the very model back. How it *runs* is another matter: where the network can be traced,
+each packed layer takes over the batch norm, the addition and the ReLU that follow it, and the sign that precedes it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ __all__ = ["PackedModel", "pack", "unpack"]
 Entry = PackedTensor | Tensor
 _LAYERS = {nn.Conv2d: PackedConv2d, nn.Linear: PackedLinear}
 _PACKED = (PackedConv2d, PackedLinear)
+_NORMS: dict[type, type[nn.BatchNorm1d] | type[nn.BatchNorm2d]] = {
+    PackedConv2d: nn.BatchNorm2d,
+    PackedLinear: nn.BatchNorm1d,
+}
 
 
 def pack(
@@ -102,11 +106,13 @@ class PackedModel(nn.Module):
         # Not registered: one shares its modules with the network, the other has no numbers.
         self.__dict__.update(plain=plain, graph=None if graph is None else fx.GraphModule(network, graph))
         self.training = False
-        self.register_load_state_dict_post_hook(_after_loading)
+        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """What the plain model returns in ``eval`` mode."""
-        return (self.network if self.graph is None else self.graph)(*inputs, **options)
+        if self.graph is None:
+            return self.network(*inputs, **options)
+        return self.graph(*map(_channels_last, inputs), **options)
 
     @property
     def fused(self) -> bool:
@@ -150,6 +156,12 @@ class PackedModel(nn.Module):
                 module.refresh()
         if self.graph is not None:  # which refers to parameters of the network by themselves, too
             self.__dict__["graph"] = fx.GraphModule(self.network, self.graph.graph)
+
+
+def _channels_last(value: Any) -> Any:
+    """Images as the kernels like them best."""
+    images = isinstance(value, Tensor) and value.dim() == 4 and value.is_floating_point()
+    return value.contiguous(memory_format=torch.channels_last) if images else value
 
 
 def _after_loading(model: nn.Module, keys: Any) -> None:
@@ -222,7 +234,9 @@ def entries_of(model: nn.Module, levels: Levels | None, skip: str | Sequence[str
 def _off(name: str, tensor: Tensor, levels: Levels | None) -> str:
     wanted = "on no few levels" if levels is None else f"none of the levels {', '.join(f'{q:g}' for q in levels)}"
     value = off_level(tensor, levels)
-    return f"{name} holds {value:g}, which is {wanted}: finalize() puts weights on their levels, skip leaves a layer out"
+    return (
+        f"{name} holds {value:g}, which is {wanted}: finalize() puts weights on their levels, skip leaves a layer out"
+    )
 
 
 # From bits to a network that runs.
@@ -237,7 +251,7 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True) 
         if type(module) not in _LAYERS or _hooked(module):
             continue
         weight, bias = (entries.get(names.get(id(getattr(module, name)), "")) for name in ("weight", "bias"))
-        if isinstance(weight, PackedTensor):
+        if isinstance(weight, PackedTensor) and weight.planes.numel():
             bias = bias.detach().clone() if isinstance(bias, Tensor) else bias
             layers[path] = _LAYERS[type(module)].of(module, weight, bias)  # type: ignore[attr-defined]
     for name, entry in entries.items():
@@ -298,6 +312,9 @@ def _trace(network: nn.Module) -> fx.Graph | None:
 
 def _fuse(network: nn.Module, graph: fx.Graph) -> None:
     """Lets each packed layer do what surrounds it: sign -> layer -> batch norm -> addition -> ReLU."""
+    for node in graph.nodes:
+        if node.op == "call_method" and node.target == "view":
+            node.target = "reshape"  # in channels_last the dimensions of a view may not lie as they did
     called = [node.target for node in graph.nodes if node.op == "call_module"]
     for node in list(graph.nodes):
         layer = _module(network, node)
@@ -305,11 +322,13 @@ def _fuse(network: nn.Module, graph: fx.Graph) -> None:
             continue
         source = node.args[0]
         if isinstance(_module(network, source), BinaryActivation) and layer.binarize_input():
-            node.args = (source.args[0],)
+            node.args = source.args
+            if not source.users:
+                graph.erase_node(source)
         last = node
         follower = _only_user(last)
         norm = _module(network, follower)
-        if _folds(layer, norm) and called.count(follower.target) == 1:
+        if isinstance(norm, _NORMS[type(layer)]) and _folds(norm) and called.count(follower.target) == 1:
             layer.fold(norm)
             last, follower = follower, _only_user(follower)
         residual = _added(last, follower)
@@ -329,7 +348,6 @@ def _fuse(network: nn.Module, graph: fx.Graph) -> None:
             last, gone = next(arg for arg in last.args if arg is not residual), last
             graph.erase_node(gone)
         graph.erase_node(node)
-    graph.eliminate_dead_code()
 
 
 def _module(network: nn.Module, node: Any) -> nn.Module | None:
@@ -342,9 +360,9 @@ def _only_user(node: fx.Node) -> Any:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _folds(layer: nn.Module, norm: nn.Module | None) -> bool:
-    wanted = nn.BatchNorm2d if isinstance(layer, PackedConv2d) else nn.BatchNorm1d
-    return type(norm) is wanted and norm.running_mean is not None and norm.running_var is not None
+def _folds(norm: nn.BatchNorm1d | nn.BatchNorm2d) -> bool:
+    known = type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d)
+    return known and norm.running_mean is not None and norm.running_var is not None and not _hooked(norm)
 
 
 def _added(node: fx.Node, follower: Any) -> fx.Node | None:
@@ -363,7 +381,7 @@ def _added(node: fx.Node, follower: Any) -> fx.Node | None:
 
 
 def _changes_between(network: nn.Module, graph: fx.Graph, start: fx.Node, end: fx.Node) -> bool:
-    """Whether a tensor may be changed in place between two nodes, so that the first one cannot be moved to the second."""
+    """Whether a tensor may be changed in place between two nodes, so that the first cannot be moved to the second."""
     nodes = list(graph.nodes)
     for node in nodes[nodes.index(start) + 1 : nodes.index(end)]:
         module, name = _module(network, node), str(getattr(node.target, "__name__", node.target))
