@@ -11,7 +11,7 @@ from mirrorquant.levels import BINARY, TERNARY, Levels
 from mirrorquant.methods import Method
 from mirrorquant.mirrors import Mirror, mirror_from
 from mirrorquant.optimizer import MirrorDescent
-from mirrorquant.packing import PackedModel, PackError, load, pack, save, unpack
+from mirrorquant.packing import PackedModel, PackError, export, load, pack, save, unpack
 from mirrorquant.select import split
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "PackedModel",
     "__version__",
     "anneal",
+    "export",
     "load",
     "methods",
     "mirror_from",

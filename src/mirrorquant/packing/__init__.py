@@ -19,6 +19,7 @@ True
 
 from mirrorquant.packing import kernels
 from mirrorquant.packing.bits import PackedTensor, PackError
+from mirrorquant.packing.export import export
 from mirrorquant.packing.file import Contents, load, read, save
 from mirrorquant.packing.layers import PackedConv2d, PackedLinear
 from mirrorquant.packing.model import PackedModel, pack, unpack
@@ -30,6 +31,7 @@ __all__ = [
     "PackedLinear",
     "PackedModel",
     "PackedTensor",
+    "export",
     "kernels",
     "load",
     "pack",

@@ -289,9 +289,7 @@ def _container(told: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
 
 def _bytes(tensor: Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return (
-        bytes(flat.view(torch.uint8).untyped_storage())[: flat.numel() * flat.element_size()] if flat.numel() else b""
-    )
+    return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()) if flat.numel() else b""
 
 
 # Reading.

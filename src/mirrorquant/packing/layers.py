@@ -20,7 +20,7 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,8 +118,7 @@ class PackedConv2d(_PackedLayer):
         super().__init__(weight, bias)
         self.stride, self.dilation, self.groups = stride, dilation, groups
         self.padding, self.padding_mode = padding, padding_mode
-        _, _, *kernel = weight.shape
-        self._pads = _pads(padding, kernel, dilation)
+        self._pads = pads(padding, weight.shape[2:], dilation)
         self.refresh()
 
     @classmethod
@@ -281,7 +280,7 @@ def _pair(values: Any) -> tuple[int, int]:
     return int(first), int(second)
 
 
-def _pads(padding: tuple[int, int] | str, kernel: list[int], dilation: tuple[int, int]) -> tuple[int, int, int, int]:
+def pads(padding: tuple[int, ...] | str, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, int, int, int]:
     """Left, right, top and bottom, as ``F.pad`` takes them; 'same' puts the odd one at the end."""
     if padding == "valid":
         return 0, 0, 0, 0
