@@ -19,12 +19,13 @@ True
 
 from mirrorquant.packing import kernels
 from mirrorquant.packing.bits import PackedTensor, PackError
-from mirrorquant.packing.export import export
+from mirrorquant.packing.export import FORMATS, export
 from mirrorquant.packing.file import Contents, load, read, save
 from mirrorquant.packing.layers import PackedConv2d, PackedLinear
 from mirrorquant.packing.model import PackedModel, pack, unpack
 
 __all__ = [
+    "FORMATS",
     "Contents",
     "PackError",
     "PackedConv2d",

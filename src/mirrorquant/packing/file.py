@@ -124,8 +124,9 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, fuse: 
 class Contents:
     """A packed file as its header describes it, checked against its size and its digest.
 
-    ``about`` is what the writer told; ``architecture`` is the name and the options of one of this library's models, or
-    None; ``stored`` has the name, dtype, shape and place of each tensor, and ``packed`` what the bits mean.
+    ``sha256`` is that of the whole file, as sha256sum gives it; ``about`` is what the writer told; ``architecture`` is
+    the name and the options of one of this library's models, or None; ``stored`` has the name, dtype, shape and place
+    of each tensor, and ``packed`` what the bits mean.
     """
 
     path: Path
@@ -272,7 +273,7 @@ def _container(told: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
         metadata = {"sha256": "0" * 64, "mirrorquant": json.dumps(told, separators=(",", ":"), allow_nan=False)}
     except (TypeError, ValueError) as error:
         raise PackError(f"about is {told['about']!r}, expected what JSON can hold ({error})") from error
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: dict[str, Any] = {"__metadata__": metadata, **dict.fromkeys(tensors)}
     chunks, begin = [], 0
     for name in order:
         chunks.append(_bytes(tensors[name]))
@@ -315,7 +316,7 @@ class _Wrong(ValueError):
 
 
 def _header(path: Path, file: BinaryIO, size: int) -> tuple[int, bytes, str]:
-    """Where the tensors begin, the header's text, and the digest, which is right."""
+    """Where the tensors begin, the header's text, and the file's SHA-256, after that of its content was checked."""
     head = file.read(_DIGEST.stop)
     if len(head) < _DIGEST.stop or head[8 : _DIGEST.start] != _START:
         raise PackError(f"{path} is no packed model: it does not begin as one that mq.save wrote")
@@ -323,14 +324,16 @@ def _header(path: Path, file: BinaryIO, size: int) -> tuple[int, bytes, str]:
     if length > min(size - 8, _MOST_HEADER):
         raise PackError(f"{path}: its header should have {length:,} bytes, but the file has {size:,}: it was cut off")
     blank = head[: _DIGEST.start] + b"0" * 64
-    digest, header = hashlib.sha256(blank), blank + file.read(8 + length - len(blank))
-    digest.update(header[len(blank) :])
+    if 8 + length < len(blank):
+        raise PackError(f"{path}: its header should have {length:,} bytes, which is too short for one")
+    rest = file.read(8 + length - len(blank))
+    content, whole = hashlib.sha256(blank + rest), hashlib.sha256(head + rest)
     while chunk := file.read(_CHUNK):
-        digest.update(chunk)
-    found = head[_DIGEST]
-    if found != digest.hexdigest().encode():
+        content.update(chunk)
+        whole.update(chunk)
+    if head[_DIGEST] != content.hexdigest().encode():
         raise PackError(f"{path} is damaged or was altered: its SHA-256 does not fit its content")
-    return 8 + length, header[8:], digest.hexdigest()
+    return 8 + length, blank[8:] + rest, whole.hexdigest()
 
 
 def _contents(path: Path, size: int, start: int, header: bytes, digest: str) -> Contents:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mirrorquant._version import __version__
 from mirrorquant.packing.bits import PackedTensor, PackError, layout
@@ -21,7 +21,7 @@ try:
 except ImportError as error:
     raise PackError("ONNX files need the package onnx: pip install 'mirrorquant[onnx]'") from error
 
-__all__ = ["OnnxWriter"]
+__all__ = ["OnnxModel", "OnnxWriter"]
 
 OPSET = 18  # the first one with BitwiseAnd
 _IR = 9
@@ -173,6 +173,26 @@ class OnnxWriter:
         del model.graph.value_info[:]
         onnx.checker.check_model(model)
         onnx.save(model, str(path))
+
+
+class OnnxModel(nn.Module):
+    """An ONNX file that ONNX Runtime runs on the CPU, as a model that takes and returns tensors."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise PackError("running ONNX files needs onnxruntime: pip install 'mirrorquant[onnx]'") from error
+        try:
+            self.session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise PackError(f"{path} cannot be read by ONNX Runtime ({str(error).splitlines()[0]})") from error
+        self.name = self.session.get_inputs()[0].name
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The first output, for a batch."""
+        return torch.from_numpy(self.session.run(None, {self.name: x.cpu().numpy()})[0])
 
 
 def _window(window: Window) -> dict[str, list[int]]:
