@@ -172,7 +172,7 @@ class Contents:
             )
             if shape != tuple(tensor.shape):
                 raise self.error(f"{name} has the shape {list(shape)}, but the model's is {list(tensor.shape)}")
-            if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.is_floating_point()):
+            if dtype != tensor.dtype:
                 raise self.error(f"{name} is {dtype}, but the model's is {tensor.dtype}")
         try:
             with self.path.open("rb") as file:
@@ -259,9 +259,16 @@ def dump(model: nn.Module, about: dict[str, Any] | None = None) -> bytes:
                 raise PackError(f"{name} has a scale, but {name}.scale is taken by another tensor of the model")
             tensors[f"{name}.scale"] = entry.scale.to(entry.dtype)
             packed[name]["scale"] = f"{name}.scale"
-    told: dict[str, Any] = {"format": FORMAT, "library": __version__, "architecture": models.identify(plain)}
+    told: dict[str, Any] = {"format": FORMAT, "library": __version__, "architecture": _identified(plain)}
     told |= {"bits": BITS, "packed": packed, "about": about or {}}
     return _container(told, tensors)
+
+
+def _identified(plain: nn.Module) -> dict[str, Any] | None:
+    """Which of this library's models it is, if it is one, in one dtype."""
+    found = models.identify(plain)
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for _, tensor in state(plain) if tensor.is_floating_point()}
+    return None if found is None or len(dtypes) != 1 else {**found, "dtype": dtypes.pop()}
 
 
 def _container(told: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
@@ -465,7 +472,9 @@ def _architecture(value: Any) -> dict[str, Any] | None:
         raise _Wrong(f"its architecture is {_show(name)}, expected one of {', '.join(models.names())}")
     if not all(type(option) is bool or (type(option) is int and 0 < option < 1 << 31) for option in options.values()):
         raise _Wrong(f"its architecture has the options {_show(options)}, expected sizes and switches")
-    return {"name": name, "options": options}
+    if not isinstance(entry.get("dtype"), str) or entry["dtype"] not in _FLOATS:
+        raise _Wrong(f"its architecture is of {_show(entry.get('dtype'))}, expected one of {', '.join(_FLOATS)}")
+    return {"name": name, "options": options, "dtype": entry["dtype"]}
 
 
 def _build(contents: Contents) -> nn.Module:
@@ -474,7 +483,7 @@ def _build(contents: Contents) -> nn.Module:
     name, options = contents.architecture["name"], contents.architecture["options"]
     try:
         with torch.device("meta"):
-            return models.build(name, **options)
+            return models.build(name, **options).to(_FLOATS[contents.architecture["dtype"]])
     except (RuntimeError, ValueError, TypeError, ArithmeticError) as error:
         reason = str(error).splitlines()[0]
         raise contents.error(f"{name} cannot be built with {options} ({reason[:200]})") from error
