@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 from mirrorquant.packing.kernels import native
 
@@ -25,17 +26,17 @@ def available() -> tuple[str, ...]:
 
 
 def active() -> str:
-    """The path that runs: forced by ``force``, else by the variable MIRRORQUANT_KERNELS, else the fastest."""
-    if _forced:
-        return _forced[-1]
-    name = os.environ.get(_VARIABLE)
-    return _checked(name, f"{_VARIABLE} is") if name else available()[0]
+    """The path that runs: forced by ``force``, else by the variable MIRRORQUANT_KERNELS, else the fastest.
+
+    The variable is read once, at the first use.
+    """
+    return _forced[-1] if _forced else _default()
 
 
 def describe() -> str:
     """One line for people: which path runs and why."""
     path = active()
-    if _forced or os.environ.get(_VARIABLE):
+    if _forced or _VARIABLE in os.environ:
         return f"{path} kernels, forced by {'force()' if _forced else _VARIABLE}; available: {', '.join(available())}"
     if path == "torch":
         return f"torch, without native kernels: {native.reason()}"
@@ -44,7 +45,9 @@ def describe() -> str:
 
 @contextmanager
 def force(path: str) -> Iterator[None]:
-    """Run one path inside a ``with`` block, as tests do. What is prepared outside is laid out anew at every call.
+    """Run one path inside a ``with`` block, as tests do.
+
+    Native paths share one layout, so weights prepared outside run inside; those that were prepared for torch stay there.
 
     >>> with force("torch"):
     ...     active()
@@ -55,6 +58,12 @@ def force(path: str) -> Iterator[None]:
         yield
     finally:
         _forced.pop()
+
+
+@cache
+def _default() -> str:
+    name = os.environ.get(_VARIABLE)
+    return _checked(name, f"{_VARIABLE} is") if name else available()[0]
 
 
 def _checked(path: str, what: str) -> str:

@@ -93,14 +93,14 @@ def apply(
     y = product(x, weight) * step if activation == "int8" else product(x, weight)
     if b != 0:
         y, a = a * y + b * (product(x, torch.ones_like(weight)) * step), 1.0
-    return epilogue(y, fold(scale, a, y), shift, residual, relu)
+    return epilogue(y, fold(scale, a, weight.shape[0], y), shift, residual, relu)
 
 
-def fold(scale: Tensor | None, a: float, like: Tensor) -> Tensor | None:
+def fold(scale: Tensor | None, a: float, channels: int, like: Tensor) -> Tensor | None:
     """The constant of the levels, in the scale of the channels."""
     if a == 1:
         return scale
-    return torch.full((1,), a, dtype=like.dtype, device=like.device) if scale is None else scale * a
+    return like.new_full((channels,), a) if scale is None else scale * a
 
 
 def epilogue(y: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None, relu: bool) -> Tensor:

@@ -1,7 +1,7 @@
 """What a prepared weight begins with: 64 bytes that say for which kernel and which shape it was made.
 
     8 bytes  magic "MQKERN1\0"
-    int32    the path: 0 torch, 1 portable, 2 avx2, 3 avx512, 4 gpu
+    int32    the layout: 0 torch (float32 weights), 1 native (the nibbles of csrc/kernels.h), 2 gpu (bit planes)
     int32    the number of levels
     int64    output channels, input channels a group, kernel height, kernel width, groups, bytes in all
 
@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["HEADER_BYTES", "PATHS", "Header", "full_shape", "read"]
+__all__ = ["HEADER_BYTES", "LAYOUTS", "Header", "full_shape", "read"]
 
-PATHS = ("torch", "portable", "avx2", "avx512", "gpu")
+LAYOUTS = ("torch", "native", "gpu")
 HEADER_BYTES = 64
 _MAGIC = b"MQKERN1\0"
 _FORMAT = struct.Struct("<8sii6q")
@@ -30,7 +30,7 @@ _FORMAT = struct.Struct("<8sii6q")
 class Header(NamedTuple):
     """The first 64 bytes of a prepared weight."""
 
-    path: str
+    layout: str
     levels: int
     shape: tuple[int, int, int, int]
     groups: int
@@ -38,7 +38,7 @@ class Header(NamedTuple):
 
     def pack(self) -> bytes:
         """The bytes themselves."""
-        return _FORMAT.pack(_MAGIC, PATHS.index(self.path), self.levels, *self.shape, self.groups, self.total)
+        return _FORMAT.pack(_MAGIC, LAYOUTS.index(self.layout), self.levels, *self.shape, self.groups, self.total)
 
 
 def full_shape(shape: Sequence[int]) -> tuple[int, int, int, int]:
@@ -63,11 +63,11 @@ def read(prepared: Tensor) -> Header:
         )
     if prepared.numel() < HEADER_BYTES:
         raise ValueError(f"the prepared weight has {prepared.numel()} bytes, fewer than its header of {HEADER_BYTES}")
-    magic, path, levels, *numbers = _FORMAT.unpack(bytes(prepared[:HEADER_BYTES].tolist()))
+    magic, layout, levels, *numbers = _FORMAT.unpack(bytes(prepared[:HEADER_BYTES].tolist()))
     o, c, h, w, groups, total = numbers
-    if magic != _MAGIC or not 0 <= path < len(PATHS) or total != prepared.numel():
+    if magic != _MAGIC or not 0 <= layout < len(LAYOUTS) or total != prepared.numel():
         raise ValueError(
-            f"the prepared weight begins with {magic!r}, path {path} and {total} bytes, but it should begin with"
+            f"the prepared weight begins with {magic!r}, layout {layout} and {total} bytes, but it should begin with"
             f" {_MAGIC!r} and have {prepared.numel()} bytes: it is damaged, prepare it again"
         )
-    return Header(PATHS[path], levels, (o, c, h, w), groups, total)
+    return Header(LAYOUTS[layout], levels, (o, c, h, w), groups, total)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from mirrorquant.packing.kernels import fallback
-from mirrorquant.packing.kernels.prepared import weight
+from mirrorquant.packing.kernels import fallback, native
+from mirrorquant.packing.kernels.dispatch import active
+from mirrorquant.packing.kernels.layout import full_shape
+from mirrorquant.packing.kernels.prepared import is_native, weight
 
 __all__ = ["conv2d", "linear"]
 
@@ -44,6 +48,15 @@ def _conv2d(
 ) -> Tensor:
     size = conv2d_size(x, shape, stride, padding, dilation, groups, activation)
     check_epilogue(x, size, scale, shift, residual)
+    format_ = memory_format(x)
+    plan = _plan(x, size, shape, levels, relu, stride, padding, dilation, groups, activation)
+    if plan is not None:
+        inner = x.contiguous(memory_format=torch.channels_last)
+        if residual is not None:
+            residual = residual.contiguous(memory_format=torch.channels_last)
+        y = torch.empty(size, memory_format=torch.channels_last)
+        if _run(plan, inner, prepared, scale, shift, residual, y):
+            return y.contiguous(memory_format=format_)
     y = fallback.apply(
         x,
         weight(prepared, shape, levels, groups),
@@ -58,7 +71,7 @@ def _conv2d(
         groups=groups,
         activation=activation,
     )
-    return y.contiguous(memory_format=memory_format(x))
+    return y.contiguous(memory_format=format_)
 
 
 def _linear(
@@ -74,6 +87,11 @@ def _linear(
 ) -> Tensor:
     size = linear_size(x, shape, activation)
     check_epilogue(x, size, scale, shift, residual)
+    plan = _plan(x, size, shape, levels, relu, (1, 1), (0, 0), (1, 1), 1, activation)
+    if plan is not None:
+        y = torch.empty(size)
+        if _run(plan, x.contiguous(), prepared, scale, shift, None if residual is None else residual.contiguous(), y):
+            return y
     return fallback.apply(
         x,
         weight(prepared, shape, levels, 1),
@@ -84,6 +102,108 @@ def _linear(
         relu=relu,
         activation=activation,
     ).contiguous()
+
+
+class _Plan(NamedTuple):
+    """A layer as the native kernels take it, and the affine map of its levels."""
+
+    layer: native.Layer
+    a: float
+    b: float
+    relu: bool
+    activation: str
+
+
+def _plan(
+    x: Tensor,
+    size: Sequence[int],
+    shape: Sequence[int],
+    levels: Sequence[float],
+    relu: bool,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    activation: str,
+) -> _Plan | None:
+    """How the native kernels run a layer; None where they do not."""
+    path = active()
+    if path == "torch" or x.dtype != torch.float32 or x.device.type != "cpu":
+        return None
+    key = (
+        x.shape,
+        *shape,
+        *levels,
+        relu,
+        *stride,
+        *padding,
+        *dilation,
+        groups,
+        activation,
+        path,
+        torch.get_num_threads(),
+    )
+    if key not in _plans:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        unit = fallback.affine(levels)
+        whole = full_shape(shape)
+        if unit is None or not is_native(whole, groups, levels):
+            _plans[key] = None
+        else:
+            n, c, h, w = x.shape if len(shape) == 4 else (x.numel() // shape[1], shape[1], 1, 1)
+            o, _, kh, kw = whole
+            oh, ow = size[2:] if len(shape) == 4 else (1, 1)
+            window = (*stride, *padding, *dilation)
+            kind = ("float32", "binary", "int8").index(activation)
+            fused = unit[1] == 0  # else the epilogue comes after the second term of the levels
+            numbers = (len(levels), kind, relu and fused, native.number(path), torch.get_num_threads())
+            _plans[key] = _Plan(
+                native.Layer(n, h, w, c, o, kh, kw, groups, oh, ow, *window, *numbers), *unit, relu, activation
+            )
+    return _plans[key]
+
+
+_MOST_PLANS = 4096
+_plans: dict[tuple[object, ...], _Plan | None] = {}
+
+
+def _run(
+    plan: _Plan,
+    x: Tensor,
+    prepared: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+) -> bool:
+    """Fill y by a native kernel; False where the weight was not prepared for one."""
+    if prepared.dtype != torch.uint8 or prepared.dim() != 1 or not prepared.is_contiguous():
+        return False
+    scale = None if scale is None else scale.contiguous()
+    shift = None if shift is None else shift.contiguous()
+    if plan.b == 0:
+        return native.run(plan.layer, x, prepared, fallback.fold(scale, plan.a, plan.layer.o, y), shift, residual, y)
+    if not native.run(plan.layer, x, prepared, None, None, None, y):
+        return False
+    y.copy_(fallback.epilogue(plan.a * y + plan.b * _window_sums(plan, x), scale, shift, residual, plan.relu))
+    return True
+
+
+def _window_sums(plan: _Plan, x: Tensor) -> Tensor:
+    """What a weight of ones makes of x: the second term of levels that are not symmetric about 0."""
+    layer = plan.layer
+    if plan.activation == "int8":
+        q, step = fallback.quantize_rows(x)
+        return q.sum(-1, keepdim=True) * step
+    if plan.activation == "binary":
+        x = fallback.binarize(x)
+    if x.dim() != 4:
+        return x.sum(-1, keepdim=True)
+    ones = x.new_ones(layer.groups, layer.c // layer.groups, layer.kh, layer.kw)
+    window = ((layer.sy, layer.sx), (layer.py, layer.px), (layer.dy, layer.dx))
+    sums = F.conv2d(x, ones, None, *window, layer.groups)
+    return sums.repeat_interleave(layer.o // layer.groups, 1)
 
 
 def _conv2d_fake(

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mirrorquant.packing.kernels import fallback
+from mirrorquant.packing.kernels import fallback, native
+from mirrorquant.packing.kernels.dispatch import active
 from mirrorquant.packing.kernels.layout import HEADER_BYTES, Header, full_shape, read
 
-__all__ = ["check", "prepare", "weight"]
+__all__ = ["check", "is_native", "prepare", "weight"]
+
+_NATIVE_GROUP = (8, 16)  # channels in and out that a group must have: with fewer, tables cost more than products
+
+
+def is_native(shape: tuple[int, int, int, int], groups: int, levels: Sequence[float]) -> bool:
+    """Whether native kernels run such a layer: two levels or three equidistant ones, and no slender groups."""
+    wide = groups == 1 or (shape[1] >= _NATIVE_GROUP[0] and shape[0] // groups >= _NATIVE_GROUP[1])
+    return wide and fallback.affine(levels) is not None
 
 
 def prepare(codes: Tensor, levels: Sequence[float], groups: int = 1) -> Tensor:
     """A weight laid out for the kernels of this machine: an opaque 1-D uint8 tensor that ``conv2d``/``linear`` take.
 
+    All native paths share one layout, of 4 bits a weight (8 for three levels). Where a layer runs in torch it is the
+    float32 weight itself: level sets that are neither two nor three equidistant levels, depthwise convolutions, and
+    everything where ``active()`` is "torch".
+
     Args:
         codes: uint8 level indices, [O, C/groups, kh, kw] or [O, K].
-        levels: the values that the indices stand for; prepared weights run with these levels only.
+        levels: the values that the indices stand for; a prepared weight runs with these levels only.
         groups: of the convolution.
 
     Example:
@@ -33,6 +47,8 @@ def prepare(codes: Tensor, levels: Sequence[float], groups: int = 1) -> Tensor:
     if groups < 1 or shape[0] % groups:
         raise ValueError(f"groups is {groups}, but it must divide the {shape[0]} output channels")
     codes = codes.contiguous()
+    if codes.device.type == "cpu" and active() != "torch" and is_native(shape, groups, levels):
+        return native.prepare(codes, shape, groups, len(levels))
     values = fallback.decode(codes.reshape(-1), levels)
     header = Header("torch", len(levels), shape, groups, HEADER_BYTES + 4 * values.numel())
     start = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(codes.device)
@@ -53,7 +69,10 @@ def check(prepared: Tensor, shape: Sequence[int], levels: Sequence[float], group
 def weight(prepared: Tensor, shape: Sequence[int], levels: Sequence[float], groups: int) -> Tensor:
     """The float32 weight of a prepared one."""
     header = check(prepared, shape, levels, groups)
-    count = shape[0] * full_shape(shape)[1] * full_shape(shape)[2] * full_shape(shape)[3]
-    if header.total != HEADER_BYTES + 4 * count:
-        raise ValueError(f"the prepared weight has {header.total} bytes, but {HEADER_BYTES + 4 * count} are expected")
+    if header.layout == "native":
+        codes = native.decode(prepared.cpu(), header.shape, groups, header.levels)
+        return fallback.decode(codes.to(prepared.device), levels).view(tuple(shape))
+    expected = HEADER_BYTES + 4 * math.prod(shape)
+    if header.total != expected:
+        raise ValueError(f"the prepared weight has {header.total} bytes, but its shape {list(shape)} needs {expected}")
     return prepared[HEADER_BYTES:].view(torch.float32).view(tuple(shape))

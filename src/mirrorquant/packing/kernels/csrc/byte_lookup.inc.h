@@ -1,0 +1,509 @@
+/* Binary and int8 activations, and float ones in few rows: a template. Define before: PATH(name), and VECTOR_LANES = 8
+ * (AVX2) or 16 (AVX-512).
+ *
+ * The 16 signed sums of four inputs are bytes here, and the table of them is a register. One byte shuffle looks it up for
+ * as many output channels as a vector has bytes, the nibbles of their weights being the indices.
+ */
+#include "kernels.h"
+
+#include <immintrin.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if VECTOR_LANES == 16
+typedef __m512i bytes;
+typedef __m512 floats;
+enum { BYTES = 64, PIXEL_PAIRS = 4 };
+static inline bytes load(const void *p) { return _mm512_loadu_si512(p); }
+static inline void store(void *p, bytes v) { _mm512_storeu_si512(p, v); }
+static inline bytes repeat16(const void *p) { return _mm512_broadcast_i32x4(_mm_loadu_si128(p)); }
+static inline bytes shuffle(bytes table, bytes index) { return _mm512_shuffle_epi8(table, index); }
+static inline bytes set8(int v) { return _mm512_set1_epi8((char)v); }
+static inline bytes set16(int v) { return _mm512_set1_epi16((short)v); }
+static inline bytes set32(int v) { return _mm512_set1_epi32(v); }
+static inline bytes add8(bytes a, bytes b) { return _mm512_add_epi8(a, b); }
+static inline bytes sub8(bytes a, bytes b) { return _mm512_sub_epi8(a, b); }
+static inline bytes add16(bytes a, bytes b) { return _mm512_add_epi16(a, b); }
+static inline bytes sub16(bytes a, bytes b) { return _mm512_sub_epi16(a, b); }
+static inline bytes add32(bytes a, bytes b) { return _mm512_add_epi32(a, b); }
+static inline bytes and_(bytes a, bytes b) { return _mm512_and_si512(a, b); }
+static inline bytes left16(bytes a, int by) { return _mm512_slli_epi16(a, (unsigned)by); }
+static inline bytes right16(bytes a, int by) { return _mm512_srli_epi16(a, (unsigned)by); }
+static inline bytes interleave_low(bytes a, bytes b) { return _mm512_unpacklo_epi16(a, b); }
+static inline bytes interleave_high(bytes a, bytes b) { return _mm512_unpackhi_epi16(a, b); }
+static inline bytes multiply_pairs(bytes a, bytes b) { return _mm512_madd_epi16(a, b); }
+static inline bytes widen8(const void *p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256(p)); }
+static inline bytes widen16(const void *p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(p)); }
+static inline floats to_floats(bytes a) { return _mm512_cvtepi32_ps(a); }
+static inline floats fsplat(float v) { return _mm512_set1_ps(v); }
+static inline floats fload(const float *p) { return _mm512_loadu_ps(p); }
+static inline void fstore(float *p, floats v) { _mm512_storeu_ps(p, v); }
+static inline floats fadd(floats a, floats b) { return _mm512_add_ps(a, b); }
+static inline floats fmul(floats a, floats b) { return _mm512_mul_ps(a, b); }
+static inline floats positive(floats a) { return _mm512_max_ps(_mm512_setzero_ps(), a); } /* keeps a NaN */
+#else
+typedef __m256i bytes;
+typedef __m256 floats;
+enum { BYTES = 32, PIXEL_PAIRS = 2 };
+static inline bytes load(const void *p) { return _mm256_loadu_si256(p); }
+static inline void store(void *p, bytes v) { _mm256_storeu_si256(p, v); }
+static inline bytes repeat16(const void *p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128(p)); }
+static inline bytes shuffle(bytes table, bytes index) { return _mm256_shuffle_epi8(table, index); }
+static inline bytes set8(int v) { return _mm256_set1_epi8((char)v); }
+static inline bytes set16(int v) { return _mm256_set1_epi16((short)v); }
+static inline bytes set32(int v) { return _mm256_set1_epi32(v); }
+static inline bytes add8(bytes a, bytes b) { return _mm256_add_epi8(a, b); }
+static inline bytes sub8(bytes a, bytes b) { return _mm256_sub_epi8(a, b); }
+static inline bytes add16(bytes a, bytes b) { return _mm256_add_epi16(a, b); }
+static inline bytes sub16(bytes a, bytes b) { return _mm256_sub_epi16(a, b); }
+static inline bytes add32(bytes a, bytes b) { return _mm256_add_epi32(a, b); }
+static inline bytes and_(bytes a, bytes b) { return _mm256_and_si256(a, b); }
+static inline bytes left16(bytes a, int by) { return _mm256_slli_epi16(a, by); }
+static inline bytes right16(bytes a, int by) { return _mm256_srli_epi16(a, by); }
+static inline bytes interleave_low(bytes a, bytes b) { return _mm256_unpacklo_epi16(a, b); }
+static inline bytes interleave_high(bytes a, bytes b) { return _mm256_unpackhi_epi16(a, b); }
+static inline bytes multiply_pairs(bytes a, bytes b) { return _mm256_madd_epi16(a, b); }
+static inline bytes widen8(const void *p) { return _mm256_cvtepu8_epi16(_mm_loadu_si128(p)); }
+static inline bytes widen16(const void *p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128(p)); }
+static inline floats to_floats(bytes a) { return _mm256_cvtepi32_ps(a); }
+static inline floats fsplat(float v) { return _mm256_set1_ps(v); }
+static inline floats fload(const float *p) { return _mm256_loadu_ps(p); }
+static inline void fstore(float *p, floats v) { _mm256_storeu_ps(p, v); }
+static inline floats fadd(floats a, floats b) { return _mm256_add_ps(a, b); }
+static inline floats fmul(floats a, floats b) { return _mm256_mul_ps(a, b); }
+static inline floats positive(floats a) { return _mm256_max_ps(_mm256_setzero_ps(), a); } /* keeps a NaN */
+#endif
+
+enum {
+    BLOCK = 64,                    /* output channels of a block of weights */
+    VECTORS = BLOCK / BYTES,
+    WORDS = BYTES / 2,             /* 16-bit numbers in a vector */
+    NUMBERS = BYTES / 4,           /* 32-bit numbers in a vector */
+    PIXELS = 2 * PIXEL_PAIRS,
+};
+
+/* Values of up to 64 output channels of a pixel, finished and written. */
+static inline void finish_block(const mq_call *call, int64_t pixel, int64_t block, const float *values) {
+    const mq_layer *is = &call->is;
+    const int64_t group = block / call->blocks64, first = block % call->blocks64 * BLOCK;
+    const int64_t count = mq_min(BLOCK, call->og - first), at = pixel * is->o + group * call->og + first;
+    const float *scale = call->scale + block * BLOCK, *shift = call->shift + block * BLOCK;
+    const float *residual = call->residual ? call->residual + at : NULL;
+    int64_t o = 0;
+    for (; o + NUMBERS <= count; o += NUMBERS) {
+        floats v = fadd(fmul(fload(values + o), fload(scale + o)), fload(shift + o));
+        if (residual) v = fadd(v, fload(residual + o));
+        fstore(call->y + at + o, is->relu ? positive(v) : v);
+    }
+    for (; o < count; o++)
+        call->y[at + o] = mq_finish(values[o], scale[o], shift[o], residual ? residual + o : NULL, is->relu);
+}
+
+/* ---- Binary activations ------------------------------------------------------------------------------------------
+ *
+ * The table of four signs counts how many differ from the four weights: 0 to 4, which takes half a byte. So one table
+ * serves two pixels, the first in the low halves and the second in the high ones. Three look-ups are added up before the
+ * halves would overflow (3 * 4 < 16). Then
+ *
+ *     all += sum;  high += sum >> 4 & 15        (bytes; all modulo 256)
+ *
+ * and at the end of a run of at most 63 look-ups (63 * 4 < 256) the counts are high, and all - 16 * high.
+ * A padded position contributes nothing if it differs in half of its signs: its table holds 2 everywhere. That is the
+ * 17th sign nibble, so tables are numbered 17 * first + second.
+ */
+enum { PADDING = 16, NIBBLES = 17, PAIR_TABLES = NIBBLES * NIBBLES, RUN = 63 };
+
+static void make_pair_tables(uint8_t *tables) {
+    uint8_t single[NIBBLES][16];
+    for (int nibble = 0; nibble < NIBBLES; nibble++)
+        for (int w = 0; w < 16; w++) {
+            const int differ = nibble ^ w;
+            single[nibble][w] = (uint8_t)(nibble == PADDING ? 2 : (differ & 1) + (differ >> 1 & 1) + (differ >> 2 & 1) + (differ >> 3));
+        }
+    for (int first = 0; first < NIBBLES; first++)
+        for (int second = 0; second < NIBBLES; second++) {
+            const __m128i low = _mm_loadu_si128((const __m128i *)single[first]);
+            const __m128i high = _mm_slli_epi16(_mm_loadu_si128((const __m128i *)single[second]), 4);
+            _mm_storeu_si128((__m128i *)(tables + 16 * (NIBBLES * first + second)), _mm_add_epi8(low, high));
+        }
+}
+
+/* The nibbles of sign(x), a set bit for x >= 0; missing channels count as -1, in the weights too. */
+static inline void PATH(sign_nibbles)(const float *x, int64_t channels, uint8_t *nibble) {
+    const __m256 zero = _mm256_setzero_ps();
+    for (; channels >= 32; channels -= 32, x += 32, nibble += 8) {
+        uint64_t bits = 0;
+        for (int i = 0; i < 4; i++)
+            bits |= (uint64_t)(unsigned)_mm256_movemask_ps(_mm256_cmp_ps(_mm256_loadu_ps(x + 8 * i), zero, _CMP_GE_OQ)) << 8 * i;
+        bits = (bits | bits << 16) & UINT64_C(0x0000ffff0000ffff); /* one nibble a byte */
+        bits = (bits | bits << 8) & UINT64_C(0x00ff00ff00ff00ff);
+        bits = (bits | bits << 4) & UINT64_C(0x0f0f0f0f0f0f0f0f);
+        memcpy(nibble, &bits, 8);
+    }
+    for (; channels > 0; channels -= 4, x += 4, nibble++) {
+        unsigned bits = 0;
+        for (int i = 0; i < 4 && i < channels; i++) bits |= (unsigned)(x[i] >= 0) << i;
+        *nibble = (uint8_t)bits;
+    }
+}
+
+/* The input as offsets of pair tables: [group][n][padded row][padded column][quad], each for the pixel there and the one
+ * that the next output pixel sees in its place, one stride to the right. */
+typedef struct {
+    uint16_t *offsets;
+    int64_t rows, columns; /* with the padding */
+} signs;
+
+static void PATH(make_row)(const mq_call *call, const signs *in, int64_t index, uint8_t *nibbles) {
+    const mq_layer *is = &call->is;
+    const int64_t group = index / (is->n * in->rows), n = index / in->rows % is->n, y = index % in->rows - is->py;
+    uint16_t *offsets = in->offsets + index * in->columns * call->quads;
+    memset(nibbles, PADDING, (size_t)((in->columns + is->sx) * call->quads));
+    if (y >= 0 && y < is->h)
+        for (int64_t x = 0; x < is->w; x++)
+            PATH(sign_nibbles)(call->x + ((n * is->h + y) * is->w + x) * is->c + group * call->cg, call->cg,
+                               nibbles + (x + is->px) * call->quads);
+    const uint8_t *partner = nibbles + is->sx * call->quads;
+    for (int64_t i = 0; i < in->columns * call->quads; i++) offsets[i] = (uint16_t)(16 * (NIBBLES * nibbles[i] + partner[i]));
+}
+
+/* counts[pixel][channel] += differing signs in a run of at most RUN quads, for all pixels and the channels of a block. */
+static inline void PATH(count_run)(const uint8_t *tables, const uint16_t *const *at, int64_t start, int64_t length,
+                                   const uint8_t *weights, uint16_t (*counts)[BLOCK]) {
+    const bytes low_half = set8(15);
+    bytes all[PIXEL_PAIRS][VECTORS], high[PIXEL_PAIRS][VECTORS];
+#pragma GCC unroll 4
+    for (int pair = 0; pair < PIXEL_PAIRS; pair++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) all[pair][v] = high[pair][v] = set8(0);
+    int64_t i = start;
+    for (; i + 3 <= start + length; i += 3, weights += 3 * BLOCK) {
+#pragma GCC unroll 4
+        for (int pair = 0; pair < PIXEL_PAIRS; pair++) {
+            const bytes t0 = repeat16(tables + at[pair][i]), t1 = repeat16(tables + at[pair][i + 1]),
+                        t2 = repeat16(tables + at[pair][i + 2]);
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) {
+                const uint8_t *w = weights + v * BYTES;
+                const bytes sum = add8(add8(shuffle(t0, load(w)), shuffle(t1, load(w + BLOCK))), shuffle(t2, load(w + 2 * BLOCK)));
+                all[pair][v] = add8(all[pair][v], sum);
+                high[pair][v] = add8(high[pair][v], and_(right16(sum, 4), low_half));
+            }
+        }
+    }
+    for (; i < start + length; i++, weights += BLOCK)
+#pragma GCC unroll 4
+        for (int pair = 0; pair < PIXEL_PAIRS; pair++)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) {
+                const bytes sum = shuffle(repeat16(tables + at[pair][i]), load(weights + v * BYTES));
+                all[pair][v] = add8(all[pair][v], sum);
+                high[pair][v] = add8(high[pair][v], and_(right16(sum, 4), low_half));
+            }
+#pragma GCC unroll 4
+    for (int pair = 0; pair < PIXEL_PAIRS; pair++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) {
+            uint8_t narrow[2][BYTES];
+            store(narrow[0], sub8(all[pair][v], and_(left16(high[pair][v], 4), set8(0xf0))));
+            store(narrow[1], high[pair][v]);
+            for (int second = 0; second < 2; second++)
+                for (int half = 0; half < BYTES; half += WORDS) {
+                    uint16_t *count = counts[2 * pair + second] + v * BYTES + half;
+                    store(count, add16(load(count), widen8(narrow[second] + half)));
+                }
+        }
+}
+
+/* PIXEL_PAIRS pairs of output pixels, one block of channels. */
+static void PATH(binary_tile)(const mq_call *call, const uint8_t *tables, const signs *in, int64_t block, int64_t tile) {
+    const mq_layer *is = &call->is;
+    const int64_t pairs_in_row = mq_ceil_div(is->ow, 2), pairs = is->n * is->oh * pairs_in_row;
+    const int64_t group = block / call->blocks64;
+    const uint16_t *base[PIXEL_PAIRS], *at[PIXEL_PAIRS];
+    int64_t row[PIXEL_PAIRS], column[PIXEL_PAIRS];
+    for (int pair = 0; pair < PIXEL_PAIRS; pair++) {
+        const int64_t index = mq_min(tile * PIXEL_PAIRS + pair, pairs - 1);
+        row[pair] = index / pairs_in_row;
+        column[pair] = index % pairs_in_row * 2;
+        const int64_t n = row[pair] / is->oh, y = row[pair] % is->oh * is->sy;
+        base[pair] = in->offsets + (((group * is->n + n) * in->rows + y) * in->columns + column[pair] * is->sx) * call->quads;
+    }
+    /* Kernel columns are side by side in the input if they are not dilated: one run a kernel row. */
+    const int joined = is->dx == 1;
+    const int64_t length = joined ? is->kw * call->quads : call->quads, runs = joined ? is->kh : call->taps;
+    const int64_t pieces = mq_ceil_div(length, RUN), piece = mq_min(RUN, mq_ceil_div(mq_ceil_div(length, pieces), 3) * 3);
+    _Alignas(64) uint16_t counts[PIXELS][BLOCK];
+    _Alignas(64) int32_t totals[PIXELS][BLOCK];
+    memset(counts, 0, sizeof counts);
+    memset(totals, 0, sizeof totals);
+    int64_t counted = 0;
+    const uint8_t *weights = call->by_channel + block * call->planes * call->taps * call->quads * BLOCK;
+    for (int64_t plane = 0; plane < call->planes; plane++)
+        for (int64_t run = 0; run < runs; run++) {
+            const int64_t ky = joined ? run : run / is->kw, kx = joined ? 0 : run % is->kw;
+            for (int pair = 0; pair < PIXEL_PAIRS; pair++)
+                at[pair] = base[pair] + (ky * is->dy * in->columns + kx * is->dx) * call->quads;
+            for (int64_t start = 0; start < length; start += piece) {
+                const int64_t count = mq_min(piece, length - start);
+                if (counted + 4 * count > UINT16_MAX) {
+                    for (int pixel = 0; pixel < PIXELS; pixel++)
+                        for (int o = 0; o < BLOCK; o++) totals[pixel][o] += counts[pixel][o];
+                    memset(counts, 0, sizeof counts);
+                    counted = 0;
+                }
+                PATH(count_run)(tables, at, start, count, weights, counts);
+                weights += count * BLOCK;
+                counted += 4 * count;
+            }
+        }
+    const int64_t signs_in_all = 4 * call->quads * call->taps * call->planes, missing = 4 * call->quads - call->cg;
+    for (int pixel = 0; pixel < PIXELS; pixel++) {
+        const int64_t index = tile * PIXEL_PAIRS + pixel / 2, x = column[pixel / 2] + pixel % 2;
+        if (index >= pairs || x >= is->ow) continue;
+        int64_t products = signs_in_all;
+        if (missing) { /* channels that are not there agree with the weights at every position but a padded one */
+            int64_t positions = 0;
+            for (int64_t tap = 0; tap < call->taps; tap++) {
+                const int64_t iy = row[pixel / 2] % is->oh * is->sy + tap / is->kw * is->dy - is->py;
+                const int64_t ix = x * is->sx + tap % is->kw * is->dx - is->px;
+                positions += iy >= 0 && iy < is->h && ix >= 0 && ix < is->w;
+            }
+            products -= missing * positions * call->planes;
+        }
+        _Alignas(64) float values[BLOCK];
+        for (int o = 0; o < BLOCK; o += NUMBERS) {
+            const bytes differ = add32(load(totals[pixel] + o), widen16(counts[pixel] + o));
+            const bytes twice = add32(differ, differ);
+#if VECTOR_LANES == 16
+            fstore(values + o, to_floats(_mm512_sub_epi32(set32((int)products), twice)));
+#else
+            fstore(values + o, to_floats(_mm256_sub_epi32(set32((int)products), twice)));
+#endif
+        }
+        finish_block(call, row[pixel / 2] * is->ow + x, block, values);
+    }
+}
+
+int PATH(mq_binary)(const mq_call *call) {
+    const mq_layer *is = &call->is;
+    signs in = {NULL, is->h + 2 * is->py, is->w + 2 * is->px};
+    const int64_t rows = is->groups * is->n * in.rows, row = mq_ceil_div((in.columns + is->sx) * call->quads, 64) * 64;
+    const int64_t pairs = is->n * is->oh * mq_ceil_div(is->ow, 2), tiles = mq_ceil_div(pairs, PIXEL_PAIRS);
+    const int64_t items = is->groups * call->blocks64 * tiles, threads = mq_min(is->threads, items);
+    const int64_t table_bytes = mq_ceil_div(16 * PAIR_TABLES, 64) * 64;
+    uint8_t *memory = mq_scratch(table_bytes + threads * row + rows * in.columns * call->quads * 2);
+    if (!memory) return MQ_NO_MEMORY;
+    make_pair_tables(memory);
+    in.offsets = (uint16_t *)(memory + table_bytes + threads * row);
+#pragma omp parallel for num_threads((int)threads) schedule(static) if (threads > 1)
+    for (int64_t thread = 0; thread < threads; thread++)
+        for (int64_t i = rows * thread / threads; i < rows * (thread + 1) / threads; i++)
+            PATH(make_row)(call, &in, i, memory + table_bytes + thread * row);
+#pragma omp parallel for num_threads((int)threads) schedule(static) if (threads > 1)
+    for (int64_t thread = 0; thread < threads; thread++)
+        for (int64_t item = items * thread / threads; item < items * (thread + 1) / threads; item++)
+            PATH(binary_tile)(call, memory, &in, item / tiles, item % tiles);
+    free(memory);
+    return MQ_OK;
+}
+
+/* ---- Rows of integers --------------------------------------------------------------------------------------------
+ *
+ * 16-bit sums of byte look-ups in two vectors: all (of words that hold two neighbours, modulo 2^16) and odd (the upper
+ * neighbours); then the lower ones are all - 256 * odd. Sums of 32 bits come out of interleaving in the order
+ *
+ *     vector 0: channels 16 q + 2 k      vector 1: 16 q + 8 + 2 k      vectors 2, 3: the same + 1      (q = lane of 16, k < 4)
+ */
+static inline int64_t channel_of(int vector, int number) {
+    return number / 4 * 16 + number % 4 * 2 + (vector & 1) * 8 + (vector >> 1);
+}
+
+/* a + factor * b in 32 bits, for 16-bit a and b below 2^15, in the order above. */
+static inline void combine(bytes out[4], bytes even_a, bytes odd_a, bytes even_b, bytes odd_b, int factor) {
+    const bytes factors = set32(1 + 65536 * factor);
+    out[0] = multiply_pairs(interleave_low(even_a, even_b), factors);
+    out[1] = multiply_pairs(interleave_high(even_a, even_b), factors);
+    out[2] = multiply_pairs(interleave_low(odd_a, odd_b), factors);
+    out[3] = multiply_pairs(interleave_high(odd_a, odd_b), factors);
+}
+
+/* int8: a sum of four is -508..508; plus 512 it is two bytes, of which the upper is at most 3. */
+enum { INT8_RUN = 84, INT8_OFFSET = 512 };
+
+static void int8_tables(const int32_t *q, int64_t quads, uint8_t *tables) {
+    for (int64_t quad = 0; quad < quads; quad++, q += 4, tables += 32)
+        for (int w = 0; w < 16; w++) {
+            const int sum = INT8_OFFSET + (w & 1 ? q[0] : -q[0]) + (w & 2 ? q[1] : -q[1]) + (w & 4 ? q[2] : -q[2]) + (w & 8 ? q[3] : -q[3]);
+            tables[w] = (uint8_t)(sum & 255);
+            tables[16 + w] = (uint8_t)(sum >> 8);
+        }
+}
+
+/* The sums of a row with one vector of channels. */
+static void PATH(int8_dot)(const mq_call *call, const uint8_t *tables, const uint8_t *weights, int32_t *sums) {
+    const bytes low_byte = set16(255);
+    bytes total[4] = {set8(0), set8(0), set8(0), set8(0)};
+    const int64_t steps = call->planes * call->quads;
+    for (int64_t start = 0; start < steps; start += INT8_RUN) {
+        const int64_t end = mq_min(steps, start + INT8_RUN);
+        bytes all = set8(0), odd = set8(0), upper = set8(0);
+        for (int64_t i = start; i < end; i++) {
+            const bytes nibbles = load(weights + i * BLOCK);
+            const uint8_t *table = tables + (i < call->quads ? i : i - call->quads) * 32;
+            const bytes lower = shuffle(repeat16(table), nibbles);
+            all = add16(all, lower);
+            odd = add16(odd, right16(lower, 8));
+            upper = add8(upper, shuffle(repeat16(table + 16), nibbles));
+        }
+        bytes part[4];
+        combine(part, sub16(all, left16(odd, 8)), odd, and_(upper, low_byte), right16(upper, 8), 256);
+        for (int i = 0; i < 4; i++) total[i] = add32(total[i], part[i]);
+    }
+    for (int i = 0; i < 4; i++) {
+        int32_t numbers[NUMBERS];
+        store(numbers, total[i]);
+        for (int j = 0; j < NUMBERS; j++) sums[channel_of(i, j)] = numbers[j] - (int32_t)(INT8_OFFSET * steps);
+    }
+}
+
+int PATH(mq_int8)(const mq_call *call) {
+    const mq_layer *is = &call->is;
+    const int64_t row = call->quads * 32;
+    uint8_t *tables = mq_scratch(is->n * row);
+    int32_t *q = mq_scratch(call->quads * 16);
+    float *steps = mq_scratch(is->n * (int64_t)sizeof(float));
+    const int ready = tables && q && steps;
+    for (int64_t n = 0; ready && n < is->n; n++) {
+        steps[n] = mq_quantize_row(call->x + n * call->cg, call->cg, q);
+        int8_tables(q, call->quads, tables + n * row);
+    }
+    if (ready) {
+#pragma omp parallel for num_threads((int)is->threads) schedule(static) if (is->threads > 1)
+        for (int64_t block = 0; block < call->blocks64; block++)
+            for (int64_t n = 0; n < is->n; n++) {
+                int32_t sums[BLOCK];
+                float values[BLOCK];
+                for (int v = 0; v < VECTORS; v++)
+                    PATH(int8_dot)(call, tables + n * row,
+                                   call->by_channel + block * call->planes * call->quads * BLOCK + v * BYTES, sums + v * BYTES);
+                for (int o = 0; o < BLOCK; o++) values[o] = (float)sums[o] * steps[n];
+                finish_block(call, n, block, values);
+            }
+    }
+    free(tables);
+    free(q);
+    free(steps);
+    return ready ? MQ_OK : MQ_NO_MEMORY;
+}
+
+/* ---- Few rows of floats ------------------------------------------------------------------------------------------
+ *
+ * With one row there are no 16 pixels to put side by side. Instead stretches of 256 inputs become integers q of 26 bits
+ * relative to the largest (an error below 2^-26 of it, less than that of adding floats), a sum of four plus 2^27 is four
+ * digits of 7 bits, and each digit has a byte table. Two look-ups of a digit fit a byte before they are widened.
+ */
+enum { STRETCH = 64, DIGITS = 4, DIGIT_BITS = 7, LARGEST = (1 << 25) - 1, DIGITS_OFFSET = 1 << 27 };
+
+/* Tables [quad][digit][16] and the step of each stretch; false for an input that is not finite. */
+static int digit_tables(const float *x, int64_t count, int64_t quads, uint8_t *tables, float *steps) {
+    for (int64_t quad = 0; quad < quads; quad += STRETCH) {
+        const int64_t end = mq_min(quads, quad + STRETCH);
+        float largest = 0;
+        for (int64_t i = quad * 4; i < mq_min(end * 4, count); i++) {
+            if (!(fabsf(x[i]) <= 3e38f)) return 0;
+            largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+        }
+        const float step = largest / LARGEST;
+        const int usable = step >= 1e-37f; /* else the stretch is as good as zero */
+        *steps++ = usable ? step : 0;
+        for (int64_t i = quad; i < end; i++, tables += DIGITS * 16) {
+            int32_t q[4] = {0, 0, 0, 0};
+            for (int64_t j = 0; j < 4 && i * 4 + j < count; j++) {
+                const float value = usable ? rintf(x[i * 4 + j] / step) : 0;
+                q[j] = (int32_t)(value > LARGEST ? LARGEST : value < -LARGEST ? -LARGEST : value);
+            }
+            for (int w = 0; w < 16; w++) {
+                const int32_t sum = DIGITS_OFFSET + (w & 1 ? q[0] : -q[0]) + (w & 2 ? q[1] : -q[1]) +
+                                    (w & 4 ? q[2] : -q[2]) + (w & 8 ? q[3] : -q[3]);
+                for (int digit = 0; digit < DIGITS; digit++)
+                    tables[digit * 16 + w] = (uint8_t)(sum >> DIGIT_BITS * digit & ((1 << DIGIT_BITS) - 1));
+            }
+        }
+    }
+    return 1;
+}
+
+/* The sums of a row with one vector of channels. */
+static void PATH(float_dot)(const mq_call *call, const uint8_t *tables, const float *steps, const uint8_t *weights, float *sums) {
+    floats total[4] = {fsplat(0), fsplat(0), fsplat(0), fsplat(0)};
+    for (int64_t plane = 0; plane < call->planes; plane++)
+        for (int64_t start = 0; start < call->quads; start += STRETCH) {
+            const int64_t length = mq_min(STRETCH, call->quads - start);
+            const uint8_t *table = tables + start * DIGITS * 16;
+            bytes all[DIGITS], odd[DIGITS];
+#pragma GCC unroll 4
+            for (int digit = 0; digit < DIGITS; digit++) all[digit] = odd[digit] = set8(0);
+            int64_t i = 0;
+            for (; i + 2 <= length; i += 2, weights += 2 * BLOCK, table += 2 * DIGITS * 16) {
+                const bytes first = load(weights), second = load(weights + BLOCK);
+#pragma GCC unroll 4
+                for (int digit = 0; digit < DIGITS; digit++) {
+                    const bytes sum = add8(shuffle(repeat16(table + digit * 16), first),
+                                           shuffle(repeat16(table + (DIGITS + digit) * 16), second));
+                    all[digit] = add16(all[digit], sum);
+                    odd[digit] = add16(odd[digit], right16(sum, 8));
+                }
+            }
+            for (; i < length; i++, weights += BLOCK, table += DIGITS * 16)
+#pragma GCC unroll 4
+                for (int digit = 0; digit < DIGITS; digit++) {
+                    const bytes sum = shuffle(repeat16(table + digit * 16), load(weights));
+                    all[digit] = add16(all[digit], sum);
+                    odd[digit] = add16(odd[digit], right16(sum, 8));
+                }
+            bytes low[4], high[4];
+            bytes even[DIGITS];
+            for (int digit = 0; digit < DIGITS; digit++) even[digit] = sub16(all[digit], left16(odd[digit], 8));
+            combine(low, even[0], odd[0], even[1], odd[1], 1 << DIGIT_BITS);
+            combine(high, even[2], odd[2], even[3], odd[3], 1 << DIGIT_BITS);
+            /* The offset is a whole number of the upper two digits' units, so that it leaves without a rounding. */
+            const bytes offset = set32((int)(-(DIGITS_OFFSET >> 2 * DIGIT_BITS) * length));
+            const floats unit = fsplat((float)(1 << 2 * DIGIT_BITS)), step = fsplat(steps[start / STRETCH]);
+            for (int j = 0; j < 4; j++) {
+                const floats sum = fadd(fmul(to_floats(add32(high[j], offset)), unit), to_floats(low[j]));
+                total[j] = fadd(total[j], fmul(sum, step));
+            }
+        }
+    for (int i = 0; i < 4; i++) {
+        float numbers[NUMBERS];
+        fstore(numbers, total[i]);
+        for (int j = 0; j < NUMBERS; j++) sums[channel_of(i, j)] = numbers[j];
+    }
+}
+
+int PATH(mq_float_rows)(const mq_call *call) {
+    const mq_layer *is = &call->is;
+    const int64_t row = call->quads * DIGITS * 16, stretches = mq_ceil_div(call->quads, STRETCH);
+    uint8_t *tables = mq_scratch(is->n * row);
+    float *steps = mq_scratch(is->n * stretches * (int64_t)sizeof(float));
+    const int ready = tables && steps;
+    int finite = 1;
+    for (int64_t n = 0; ready && finite && n < is->n; n++)
+        finite = digit_tables(call->x + n * call->cg, call->cg, call->quads, tables + n * row, steps + n * stretches);
+    if (ready && finite) {
+#pragma omp parallel for num_threads((int)is->threads) schedule(static) if (is->threads > 1)
+        for (int64_t block = 0; block < call->blocks64; block++)
+            for (int64_t n = 0; n < is->n; n++) {
+                float values[BLOCK];
+                for (int v = 0; v < VECTORS; v++)
+                    PATH(float_dot)(call, tables + n * row, steps + n * stretches,
+                                    call->by_channel + block * call->planes * call->quads * BLOCK + v * BYTES, values + v * BYTES);
+                finish_block(call, n, block, values);
+            }
+    }
+    free(tables);
+    free(steps);
+    if (!ready) return MQ_NO_MEMORY;
+    return finite ? MQ_OK : PATH(mq_float)(call);
+}
