@@ -389,7 +389,7 @@ def test_hooks_are_not_lost():
     assert packed.layers() == ["0.0"]
     x = torch.randn(3, 8)
     with torch.no_grad():
-        torch.testing.assert_close(packed(x), model(x))
+        torch.testing.assert_close(packed(x), model(x), rtol=1e-5, atol=1e-3)
 
 
 class Tied(nn.Module):

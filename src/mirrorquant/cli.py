@@ -164,19 +164,19 @@ def evaluate(options: argparse.Namespace) -> None:
 
 def _evaluate_file(options: argparse.Namespace) -> None:
     """Evaluates a packed file, or an ONNX file in ONNX Runtime."""
-    path, name, model = options.folder, options.data, None
-    if path.suffix == PACKED:
-        network = _network(path, options.model)
-        told = network.about.get("data")
-        name = name or (told if isinstance(told, str) and ":" not in told else None)
-        model = network.model
-        how = f"{len(model.layers())} layers run packed: {kernels.describe()}"  # type: ignore[operator]
+    path, name = options.folder, options.data
+    packed = _network(path, options.model) if path.suffix == PACKED else None
+    told = packed.about.get("data") if packed else None
+    name = name or (told if isinstance(told, str) and ":" not in told else None)
+    if name is None:
+        raise ConfigError(f"{path} does not say which data it is for: tell by --data, as in --data cifar10")
+    if packed:
+        model = packed.model
+        how = f"run packed: {kernels.describe()}"
     else:
         from mirrorquant.packing.to_onnx import OnnxModel
 
         model, how = OnnxModel(path), "run by ONNX Runtime"
-    if name is None:
-        raise ConfigError(f"{path} does not say which data it is for: tell by --data, as in --data cifar10")
     data = load(name, options.data_root)
     result: dict[str, Any] = {"file": str(path), "split": options.split, "bytes": path.stat().st_size}
     result["accuracy"], result["loss"] = accuracy(model, getattr(data, options.split), data)
