@@ -236,7 +236,7 @@ def test_every_command_of_the_readme_runs(tmp_path, monkeypatch, pytestconfig, c
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     commands = readme_commands(root)
-    assert len(commands) == 12
+    assert len(commands) == 17
     for command in commands:
         program, *arguments = shlex.split(command)
         if program == "make":
