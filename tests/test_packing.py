@@ -19,6 +19,11 @@ from mirrorquant.packing.bits import pack_bits, unpack_bits
 LEVELS = [mq.BINARY, mq.TERNARY, 0.1 * mq.BINARY, Levels(-1, 0.25, 1, 3), Levels(*range(16)), Levels(*range(100))]
 
 
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
 # Tensors.
 
 
@@ -98,6 +103,7 @@ def close_to(y, expected, layer, x):
 
 @st.composite
 def convolutions(draw, padding_modes=("zeros", "reflect", "replicate", "circular")):
+    torch.manual_seed(draw(st.integers(0, 2**32)))
     groups = draw(st.sampled_from([1, 1, 1, 2, 3]))
     inputs, outputs = groups * draw(st.integers(1, 12)), groups * draw(st.integers(1, 12))
     if draw(st.integers(0, 4)) == 0:
@@ -135,15 +141,19 @@ def test_a_packed_convolution_is_the_convolution(data):
     y = packed(x)
     assert close_to(y, copy.deepcopy(layer).double()(x.double()), layer, x)
     residual = torch.randn_like(y)
-    torch.testing.assert_close(packed(x, residual, True), F.relu(y + residual))
-    torch.testing.assert_close(packed(x, residual[:, :, :1, :1], True), F.relu(y + residual[:, :, :1, :1]))
-    torch.testing.assert_close(packed(x[0]), y[0])
+    for found, wanted in (
+        (packed(x, residual, True), F.relu(y + residual)),
+        (packed(x, residual[:, :, :1, :1], True), F.relu(y + residual[:, :, :1, :1])),
+        (packed(x[0]), y[0]),
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 @torch.no_grad()
 def test_a_packed_linear_layer_is_the_linear_layer(data):
+    torch.manual_seed(data.draw(st.integers(0, 2**32)))
     shape = data.draw(st.lists(st.integers(1, 4), max_size=2))
     layer = nn.Linear(data.draw(st.integers(1, 70)), data.draw(st.integers(1, 40)), bias=data.draw(st.booleans()))
     if drawn(layer, data.draw) is None:
@@ -153,7 +163,7 @@ def test_a_packed_linear_layer_is_the_linear_layer(data):
     y = packed(x)
     assert close_to(y, copy.deepcopy(layer).double()(x.double()), layer, x)
     residual = torch.randn_like(y)
-    torch.testing.assert_close(packed(x, residual, True), F.relu(y + residual))
+    torch.testing.assert_close(packed(x, residual, True), F.relu(y + residual), rtol=1e-5, atol=1e-4)
 
 
 @settings(max_examples=250, deadline=None)
@@ -170,7 +180,8 @@ def test_layers_after_a_sign_are_equal_to_the_bit(data):
     x = torch.where(x.abs() < 0.2, 0.0, x)  # zeros have a sign too
     model = nn.Sequential(BinaryActivation(), layer)
     packed = mq.pack(model)
-    assert packed.network[1].activation == "binary"
+    assert packed.network[1].after_sign
+    assert torch.equal(packed.network(x), model(x))
     assert len([node for node in packed.graph.graph.nodes if node.op == "call_module"]) == 1
     assert torch.equal(packed(x), model(x))
 
@@ -184,16 +195,16 @@ def test_every_float_dtype_goes_in_and_comes_out():
         torch.testing.assert_close(y.float(), layer(x.float()), rtol=0.02, atol=0.05)
 
 
-@pytest.mark.parametrize("activation", ["float32", "int8"])
-def test_linear_layers_may_quantize_their_input_to_8_bits(activation):
-    layer = on_levels(nn.Linear(256, 16))
+@torch.no_grad()
+def test_linear_layers_quantize_their_input_to_8_bits_when_asked():
+    model = on_levels(nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 16)))
     x = torch.randn(4, 256)
-    y = PackedLinear(PackedTensor.of(layer.weight), layer.bias.detach(), activation=activation)(x)
-    error = ((y - layer(x)).norm() / layer(x).norm()).item()
-    assert error < (1e-6 if activation == "float32" else 0.02)
-    assert activation == "float32" or error > 1e-5
-    with pytest.raises(PackError, match="activation is 'int4'"):
-        PackedLinear(PackedTensor.of(layer.weight), activation="int4")
+    errors = [((mq.pack(model, int8=int8)(x) - model(x)).norm() / model(x).norm()).item() for int8 in (False, True)]
+    assert errors[0] < 1e-6
+    assert 1e-5 < errors[1] < 0.02
+    again = mq.pack(mq.pack(model), int8=True)
+    assert torch.equal(again(x), mq.pack(model, int8=True)(x))
+    assert same_state(mq.unpack(again), model)
 
 
 # Models.
@@ -211,6 +222,7 @@ def test_networks_of_the_paper_give_the_same_predictions_packed_and_come_back_to
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=2e-5 * expected.abs().max().item())
     with kernels.force("torch"):
         assert torch.equal(packed(x).argmax(1), expected.argmax(1))
+    assert torch.equal(packed.network(x).argmax(1), expected.argmax(1))  # the layers by themselves, nothing folded
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in packed.graph.modules())
     assert same_state(mq.unpack(packed), before)
     assert same_state(model, before)
@@ -356,6 +368,28 @@ def test_batch_norm_over_another_axis_than_the_rows_is_not_confused():
     packed = mq.pack(model)
     for x in (torch.randn(7, 12), torch.randn(7, 5, 12)):
         torch.testing.assert_close(packed(x), model(x))
+
+
+class Optional(nn.Module):
+    """What a tracer that gives every argument a value would get wrong."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.bn = nn.Linear(8, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x, mask=None, negate=False):
+        x = self.bn(self.fc(x))
+        x = x if mask is None else x * mask
+        return -x if negate else x
+
+
+@torch.no_grad()
+def test_optional_arguments_keep_their_meaning():
+    model, x, mask = on_levels(Optional()), torch.randn(3, 8), torch.rand(3, 4)
+    packed = mq.pack(model)
+    assert packed.fused
+    for arguments, options in (((x,), {}), ((x, mask), {}), ((x,), {"negate": True}), ((), {"x": x})):
+        torch.testing.assert_close(packed(*arguments, **options), model(*arguments, **options))
 
 
 class Untraceable(nn.Module):

@@ -57,8 +57,8 @@ class PackedTensor(nn.Module):
     def of(tensor: Tensor, levels: Levels | None = None) -> PackedTensor | None:
         """The tensor as bits, or None where it is not on the levels (or on no few levels, where none are given).
 
-        Exact: ``unpack`` gives the same numbers back. Recognised are -1/+1 and -1/0/+1, also with a scale for the
-        tensor or for each row; then any level set that is much smaller than the tensor.
+        Exact: ``unpack`` gives the same numbers back (-0 as 0). Recognised are -1/+1 and -1/0/+1, also with a scale for
+        the tensor or for each row; then any level set that is much smaller than the tensor.
         """
         if not tensor.is_floating_point():
             return None
@@ -100,11 +100,6 @@ class PackedTensor(nn.Module):
             return tensor
         rows, row = layout(self.shape)
         return (tensor.reshape(rows, row) * self.scale.to(self.dtype)[:, None]).reshape(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        """What it takes in a file."""
-        return self.planes.numel() + (0 if self.scale is None else self.scale.numel() * self.scale.element_size())
 
     def extra_repr(self) -> str:
         scale = {None: "", 1: ", one scale"}.get(None if self.scale is None else self.scale.numel(), ", a scale a row")

@@ -37,14 +37,21 @@ Norm = nn.BatchNorm1d | nn.BatchNorm2d
 
 
 class _PackedLayer(nn.Module):
-    """What the two have in common: bits, a bias, and the scale and shift of the kernels' last step."""
+    """What the two have in common: bits, a bias, and the scale and shift of the kernels' last step.
+
+    In a traced network a layer is called with ``fused=True``: then it does the work of the batch norm that follows it
+    and of the sign that precedes it, too. Called by itself it is the layer alone.
+    """
 
     prepared: Tensor
     gain: Tensor | None
     shift: Tensor | None
+    fused_gain: Tensor | None
+    fused_shift: Tensor | None
     bias_float: Tensor | None
-    norm: tuple[Norm, ...] = ()  # folded into gain and shift; in a tuple, since it is another module's child
+    norm: tuple[Norm, ...] = ()  # in a tuple, since it is another module's child
     activation = "float32"
+    after_sign = False
     groups = 1
 
     def __init__(self, weight: PackedTensor, bias: PackedTensor | Tensor | None) -> None:
@@ -52,25 +59,28 @@ class _PackedLayer(nn.Module):
         self.weight_bits = weight
         self.bias_bits = bias if isinstance(bias, PackedTensor) else None
         self.register_buffer("bias_float", bias if isinstance(bias, Tensor) else None)
-        for name in ("prepared", "gain", "shift"):
+        for name in ("prepared", "gain", "shift", "fused_gain", "fused_shift"):
             self.register_buffer(name, None, persistent=False)
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
+        self._weight: dict[str, Any] = {"shape": tuple(weight.shape), "levels": tuple(weight.levels)}
 
-    def refresh(self) -> None:
-        """Makes anew what is derived from the state."""
+    def refresh(self, *, weight: bool = True) -> None:
+        """Makes anew what is derived from the state: scales and shifts, and the weight as the kernels read it."""
         bits = self.weight_bits
         if bits.planes.device.type == "meta":
             return
-        self.prepared = kernels.prepare(bits.codes(), tuple(bits.levels), self.groups)
-        gain, shift = self._own_scale()
+        if weight:
+            self.prepared = kernels.prepare(bits.codes(), tuple(bits.levels), self.groups)
+        bias = self.bias
+        gain = None if bits.scale is None else bits.scale.double()
+        shift = None if bias is None else bias.double()
+        self.gain, self.shift = self._vector(gain), self._vector(shift)
         for norm in self.norm:
             gain, shift = _folded(norm, gain, shift)
-        self.gain = None if gain is None else gain.float().expand(bits.shape[0]).contiguous()
-        self.shift = None if shift is None else shift.float().contiguous()
+        self.fused_gain, self.fused_shift = self._vector(gain), self._vector(shift)
 
-    def _own_scale(self) -> tuple[Tensor | None, Tensor | None]:
-        scale, bias = self.weight_bits.scale, self.bias
-        return None if scale is None else scale.double(), None if bias is None else bias.double()
+    def _vector(self, value: Tensor | None) -> Tensor | None:
+        return None if value is None else value.float().expand(self.weight_bits.shape[0]).contiguous()
 
     @property
     def weight(self) -> Tensor:
@@ -85,20 +95,23 @@ class _PackedLayer(nn.Module):
     def fold(self, norm: Norm) -> None:
         """Takes over the work of a batch norm that follows, with the statistics that it has collected."""
         self.norm = (norm,)
-        self.refresh()
+        self.refresh(weight=False)
 
-    def binarize_input(self) -> bool:
-        """Makes the layer take the sign of its input, bit by bit; False where its levels do not allow it."""
-        allowed = self.weight_bits.levels == BINARY
-        self.activation = "binary" if allowed else self.activation
-        return allowed
+    def take_sign(self) -> bool:
+        """Takes over the sign that precedes the layer; False where its levels do not allow it."""
+        self.after_sign = self.weight_bits.levels == BINARY
+        return self.after_sign
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> _PackedLayer:
+        before = self.weight_bits.planes.device
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         here = self.weight_bits.planes.device
         if all(norm.running_var is not None and norm.running_var.device == here for norm in self.norm):
-            self.refresh()  # otherwise the norm is still on its way, and the model refreshes when all have moved
+            self.refresh(weight=before != here)  # otherwise the norm is on its way: the model refreshes in the end
         return self
+
+    def extra_repr(self) -> str:
+        return f"activation={'binary' if self.after_sign else self.activation}"
 
 
 class PackedConv2d(_PackedLayer):
@@ -119,6 +132,7 @@ class PackedConv2d(_PackedLayer):
         self.stride, self.dilation, self.groups = stride, dilation, groups
         self.padding, self.padding_mode = padding, padding_mode
         self._pads = pads(padding, weight.shape[2:], dilation)
+        self._weight |= {"stride": stride, "dilation": dilation, "groups": groups}
         self.refresh()
 
     @classmethod
@@ -128,49 +142,42 @@ class PackedConv2d(_PackedLayer):
         """The packed form of a layer: its own tensors, or these in place of them."""
         if weight is None:
             weight, bias = _tensors(layer)
-        padding = layer.padding if isinstance(layer.padding, str) else _pair(layer.padding)
-        stride, dilation = _pair(layer.stride), _pair(layer.dilation)
         return cls(
             weight,
             bias,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
+            stride=_pair(layer.stride),
+            padding=layer.padding if isinstance(layer.padding, str) else _pair(layer.padding),
+            dilation=_pair(layer.dilation),
             groups=layer.groups,
             padding_mode=layer.padding_mode,
         )
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, relu: bool = False) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None, relu: bool = False, *, fused: bool = False) -> Tensor:
         """The convolution of a batch of images, or of one image."""
         if x.dim() == 3:
-            return self(x[None], None if residual is None else residual[None], relu)[0]  # type: ignore[no-any-return]
-        signs = self.activation
+            y: Tensor = self(x[None], None if residual is None else residual[None], relu, fused=fused)[0]
+            return y
+        activation = "binary" if fused and self.after_sign else "float32"
         images, (left, right, top, bottom) = x, self._pads
         padding = (top, left)
         if self.padding_mode != "zeros":
             images, padding = F.pad(images, self._pads, mode=self.padding_mode), (0, 0)
         elif left != right or top != bottom:
-            images = _signs(images) if signs == "binary" else images  # a padded zero is no sign
-            images, padding, signs = F.pad(images, self._pads), (0, 0), "float32"
-        bits = self.weight_bits
-        fits = residual is not None and residual.dtype == x.dtype and residual.shape == self._output_shape(x)
-        fused = residual is None or fits
+            images = _signs(images) if activation == "binary" else images  # a padded zero is no sign
+            images, padding, activation = F.pad(images, self._pads), (0, 0), "float32"
+        fits = residual is None or (residual.dtype == x.dtype and residual.shape == self._output_shape(x))
         y = kernels.conv2d(
             images,
             self.prepared,
-            shape=tuple(bits.shape),
-            levels=tuple(bits.levels),
-            scale=self.gain,
-            shift=self.shift,
-            residual=residual if fits else None,
-            relu=relu and fused,
-            stride=self.stride,
+            **self._weight,
             padding=padding,
-            dilation=self.dilation,
-            groups=self.groups,
-            activation=signs,
+            scale=self.fused_gain if fused else self.gain,
+            shift=self.fused_shift if fused else self.shift,
+            residual=residual if fits else None,
+            relu=relu and fits,
+            activation=activation,
         )
-        return y if fused else _finish(y, residual, relu)
+        return y if fits else _finish(y, residual, relu)
 
     def _output_shape(self, x: Tensor) -> tuple[int, ...]:
         outputs, _, *kernel = self.weight_bits.shape
@@ -179,65 +186,56 @@ class PackedConv2d(_PackedLayer):
         return (x.shape[0], outputs, *((n + pad - d * (k - 1) - 1) // s + 1 for n, pad, k, s, d in sizes))
 
     def extra_repr(self) -> str:
-        rest = f", padding_mode={self.padding_mode}" if self.padding_mode != "zeros" else ""
-        return (
-            f"stride={self.stride}, padding={self.padding}, dilation={self.dilation}, groups={self.groups}{rest}, "
-            f"activation={self.activation}"
-        )
+        told = f"stride={self.stride}, padding={self.padding}, dilation={self.dilation}, groups={self.groups}"
+        mode = f", padding_mode={self.padding_mode}" if self.padding_mode != "zeros" else ""
+        return f"{told}{mode}, {super().extra_repr()}"
 
 
 class PackedLinear(_PackedLayer):
     """A ``Linear`` on bits; ``residual`` is added to its output and ``relu`` applied after that, in one go.
 
-    ``activation="int8"`` quantizes each row of the input to 8 bits, which is faster and no longer exact.
+    With ``int8`` each row of the input is quantized to 8 bits, which is faster and no longer exact.
     """
 
-    def __init__(
-        self, weight: PackedTensor, bias: PackedTensor | Tensor | None = None, *, activation: str = "float32"
-    ) -> None:
+    def __init__(self, weight: PackedTensor, bias: PackedTensor | Tensor | None = None, *, int8: bool = False) -> None:
         super().__init__(weight, bias)
-        if activation not in ("float32", "binary", "int8"):
-            raise PackError(f"activation is {activation!r}, but it must be float32, binary or int8")
-        self.activation = activation
+        self.activation = "int8" if int8 else "float32"
         self.refresh()
 
     @classmethod
     def of(
-        cls, layer: nn.Linear, weight: PackedTensor | None = None, bias: PackedTensor | Tensor | None = None
+        cls,
+        layer: nn.Linear,
+        weight: PackedTensor | None = None,
+        bias: PackedTensor | Tensor | None = None,
+        *,
+        int8: bool = False,
     ) -> PackedLinear:
         """The packed form of a layer: its own tensors, or these in place of them."""
         if weight is None:
             weight, bias = _tensors(layer)
-        return cls(weight, bias)
+        return cls(weight, bias, int8=int8)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, relu: bool = False) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None, relu: bool = False, *, fused: bool = False) -> Tensor:
         """The product for each row of ``x``."""
-        bits = self.weight_bits
-        shape = (*x.shape[:-1], bits.shape[0])
-        gain, shift, norms = self.gain, self.shift, self.norm if x.dim() != 2 else ()
-        if norms:  # over another axis than the rows that the kernel scales
-            own_gain, own_shift = self._own_scale()
-            gain = None if own_gain is None else own_gain.float().expand(bits.shape[0])
-            shift = None if own_shift is None else own_shift.float()
-        fits = residual is not None and residual.dtype == x.dtype and residual.shape == shape and not norms
-        fused = (residual is None or fits) and not norms
+        norms = self.norm if fused and x.dim() != 2 else ()  # over another axis than the rows that the kernel scales
+        folded = fused and not norms
+        outputs = self._weight["shape"][0]
+        fits = residual is None or (residual.dtype == x.dtype and residual.shape == (*x.shape[:-1], outputs))
+        fits = fits and not norms
         y = kernels.linear(
             x,
             self.prepared,
-            shape=tuple(bits.shape),
-            levels=tuple(bits.levels),
-            scale=gain,
-            shift=shift,
+            **self._weight,
+            scale=self.fused_gain if folded else self.gain,
+            shift=self.fused_shift if folded else self.shift,
             residual=residual if fits else None,
-            relu=relu and fused,
-            activation=self.activation,
+            relu=relu and fits,
+            activation="binary" if fused and self.after_sign else self.activation,
         )
         for norm in norms:
             y = norm(y)
-        return y if fused else _finish(y, residual, relu)
-
-    def extra_repr(self) -> str:
-        return f"activation={self.activation}"
+        return y if fits else _finish(y, residual, relu)
 
 
 def _after_loading(layer: nn.Module, keys: Any) -> None:

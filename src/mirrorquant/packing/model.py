@@ -8,6 +8,7 @@ each packed layer takes over the batch norm, the addition and the ReLU that foll
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from mirrorquant.select import _listed, _under
 __all__ = ["PackedModel", "pack", "unpack"]
 
 Entry = PackedTensor | Tensor
-_LAYERS = {nn.Conv2d: PackedConv2d, nn.Linear: PackedLinear}
+_LAYERS = (nn.Conv2d, nn.Linear)
 _PACKED = (PackedConv2d, PackedLinear)
 _NORMS: dict[type, type[nn.BatchNorm1d] | type[nn.BatchNorm2d]] = {
     PackedConv2d: nn.BatchNorm2d,
@@ -35,7 +36,12 @@ _NORMS: dict[type, type[nn.BatchNorm1d] | type[nn.BatchNorm2d]] = {
 
 
 def pack(
-    model: nn.Module, *, levels: Sequence[float] | None = None, skip: str | Sequence[str] = (), fuse: bool = True
+    model: nn.Module,
+    *,
+    levels: Sequence[float] | None = None,
+    skip: str | Sequence[str] = (),
+    fuse: bool = True,
+    int8: bool = False,
 ) -> PackedModel:
     """A copy of a finalized model that holds its weights as bits and computes with them.
 
@@ -49,6 +55,7 @@ def pack(
         skip: patterns of the layers that stay in float, as in :func:`mirrorquant.split`.
         fuse: whether packed layers take over batch norm, addition and ReLU that follow them. A model that torch.fx
             cannot trace runs without that, and a warning says so.
+        int8: whether linear layers quantize their inputs to 8 bits, row by row: faster, and no longer exact.
 
     Returns:
         A model with the same results, but for the rounding of float32.
@@ -69,9 +76,11 @@ def pack(
         mirrorquant.packing.bits.PackError: 2.weight holds ..., which is none of the levels -1, 1: ...
     """
     if isinstance(model, PackedModel):
-        return copy.deepcopy(model)
+        if levels is None and not skip:
+            return assemble(model.plain, copy.deepcopy(model.entries()), fuse=fuse, int8=int8)
+        model = unpack(model)
     entries = entries_of(model, None if levels is None else Levels.of(levels), skip)
-    return assemble(skeleton(model), entries, fuse=fuse)
+    return assemble(skeleton(model), entries, fuse=fuse, int8=int8)
 
 
 def unpack(model: PackedModel) -> nn.Module:
@@ -91,7 +100,7 @@ def unpack(model: PackedModel) -> nn.Module:
 
 
 class PackedModel(nn.Module):
-    """A network on bits; made by :func:`pack` or :func:`mirrorquant.load`.
+    """A network on bits, in ``eval`` mode; made by :func:`pack` or :func:`mirrorquant.load`.
 
     ``network`` is the model with packed layers in the places of its own; ``plain`` is the model itself without numbers
     (on the meta device), ``fused`` says whether the layers took over what surrounds them.
@@ -103,6 +112,7 @@ class PackedModel(nn.Module):
     def __init__(self, network: nn.Module, plain: nn.Module, graph: fx.Graph | None) -> None:
         super().__init__()
         self.network = network.eval()
+        self.inputs = 0 if graph is None else sum(node.op == "placeholder" for node in graph.nodes)
         # Not registered: one shares its modules with the network, the other has no numbers.
         self.__dict__.update(plain=plain, graph=None if graph is None else fx.GraphModule(network, graph))
         self.training = False
@@ -110,9 +120,9 @@ class PackedModel(nn.Module):
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """What the plain model returns in ``eval`` mode."""
-        if self.graph is None:
+        if self.graph is None or options or len(inputs) != self.inputs:  # optional arguments were not traced
             return self.network(*inputs, **options)
-        return self.graph(*map(_channels_last, inputs), **options)
+        return self.graph(*map(_channels_last, inputs))
 
     @property
     def fused(self) -> bool:
@@ -153,7 +163,7 @@ class PackedModel(nn.Module):
     def _refresh(self) -> None:
         for module in self.network.modules():
             if isinstance(module, _PACKED):
-                module.refresh()
+                module.refresh(weight=False)
         if self.graph is not None:  # which refers to parameters of the network by themselves, too
             self.__dict__["graph"] = fx.GraphModule(self.network, self.graph.graph)
 
@@ -242,7 +252,7 @@ def _off(name: str, tensor: Tensor, levels: Levels | None) -> str:
 # From bits to a network that runs.
 
 
-def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True) -> PackedModel:
+def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, int8: bool = False) -> PackedModel:
     """A packed model from a skeleton and its tensors; a layer whose weight comes as bits is packed."""
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
     names = {id(tensor): name for name, tensor in state(plain)}
@@ -253,7 +263,10 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True) 
         weight, bias = (entries.get(names.get(id(getattr(module, name)), "")) for name in ("weight", "bias"))
         if isinstance(weight, PackedTensor) and weight.planes.numel():
             bias = bias.detach().clone() if isinstance(bias, Tensor) else bias
-            layers[path] = _LAYERS[type(module)].of(module, weight, bias)  # type: ignore[attr-defined]
+            if isinstance(module, nn.Linear):
+                layers[path] = PackedLinear.of(module, weight, bias, int8=int8)
+            elif isinstance(module, nn.Conv2d):
+                layers[path] = PackedConv2d.of(module, weight, bias)
     for name, entry in entries.items():
         if isinstance(entry, PackedTensor) and name.rpartition(".")[0] not in layers:
             tensors[name] = entry.unpack()
@@ -280,6 +293,15 @@ def _hooked(module: nn.Module) -> bool:
 
 
 class _Tracer(fx.Tracer):
+    """Sees packed layers as nodes, and of the network's arguments those that it cannot do without."""
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        parameters = list(inspect.signature(root_fn).parameters.values())[1:]
+        needed = [p.name for p in parameters if p.default is p.empty]
+        if not needed or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in parameters if p.name in needed):
+            raise PackError(f"it takes the arguments {[str(p) for p in parameters]}")
+        return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in needed)]
+
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
         return isinstance(module, (*_PACKED, BinaryActivation)) or super().is_leaf_module(module, qualified_name)
 
@@ -321,7 +343,7 @@ def _fuse(network: nn.Module, graph: fx.Graph) -> None:
         if not isinstance(layer, _PACKED) or called.count(node.target) > 1 or len(node.args) != 1 or node.kwargs:
             continue
         source = node.args[0]
-        if isinstance(_module(network, source), BinaryActivation) and layer.binarize_input():
+        if isinstance(_module(network, source), BinaryActivation) and layer.take_sign():
             node.args = source.args
             if not source.users:
                 graph.erase_node(source)
@@ -338,11 +360,9 @@ def _fuse(network: nn.Module, graph: fx.Graph) -> None:
             residual = None
         relu = follower is not None and _is_relu(network, follower)
         last = follower if relu else last
-        if last is node:
-            continue
         with graph.inserting_before(node if residual is None else added):
-            arguments = {"residual": residual, "relu": relu}
-            done = graph.call_module(node.target, node.args, {k: v for k, v in arguments.items() if v})
+            extras = {"residual": residual} if residual else {}
+            done = graph.call_module(node.target, node.args, {**extras, "relu": bool(relu), "fused": True})
         last.replace_all_uses_with(done)
         while last is not node:
             last, gone = next(arg for arg in last.args if arg is not residual), last
