@@ -139,6 +139,22 @@ def test_binary_activations_are_exact_everywhere(channels, tmp_path):
     assert text.count('element_type="u1"') == 3
 
 
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x, y):
+        return self.fc(x) + y
+
+
+@torch.no_grad()
+def test_a_model_in_half_precision_is_exported_in_float32(tmp_path):
+    model, x = network("digitsnet"), images("digitsnet")
+    mq.export(model.bfloat16(), tmp_path / "net.onnx", (1, 8, 8))
+    assert close(in_onnx_runtime(tmp_path / "net.onnx", x), model.float()(x))
+
+
 def test_what_cannot_be_exported_is_named(tmp_path):
     path = tmp_path / "net.onnx"
     with pytest.raises(PackError, match=r"to is 'tflite', but it must be one of onnx, openvino"):
@@ -152,6 +168,8 @@ def test_what_cannot_be_exported_is_named(tmp_path):
     uneven = on_levels(nn.Sequential(nn.Conv2d(1, 8, 3), nn.AdaptiveAvgPool2d(4)))
     with pytest.raises(PackError, match="cannot be split evenly"):
         mq.export(uneven, path, (1, 9, 9))
+    with pytest.raises(PackError, match=r"Pair cannot be traced .*: it takes x, y, but only one input can be exported"):
+        mq.export(on_levels(Pair()), path, (3,))
     with pytest.raises(PackError, match="could not be written"):
         mq.export(network("digitsnet"), tmp_path / "no" / "net.onnx", (1, 8, 8))
     assert not path.exists()

@@ -59,7 +59,7 @@ def export(
         from mirrorquant.packing.to_openvino import OpenVinoWriter
 
         writer = OpenVinoWriter(bits)
-    _Reader(plain.eval(), entries, tuple(shape), writer).write()
+    _Reader(plain.eval().float(), entries, tuple(shape), writer).write()
     try:
         writer.save(Path(path))
     except OSError as error:
@@ -154,6 +154,9 @@ class _Reader:
         self.names = {id(tensor): name for name, tensor in state(plain)}
         try:
             self.graph = trace(plain)
+            inputs = [node.name for node in self.graph.nodes if node.op == "placeholder"]
+            if len(inputs) > 1:
+                raise PackError(f"it takes {', '.join(inputs)}, but only one input can be exported")
             module = fx.GraphModule(plain, self.graph)
             runs = [_Shapes(module) for _ in _BATCHES]
             for run, batch in zip(runs, _BATCHES, strict=True):

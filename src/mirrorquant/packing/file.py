@@ -18,7 +18,8 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -108,16 +109,11 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, fuse: 
     Raises:
         PackError: the file is damaged, was altered, is of a newer format, or belongs to another model.
     """
-    contents = read(path)
-    if model is None:
-        if contents.architecture is None:
-            raise PackError(
-                f"{path} holds a model that is not of this library: pass one of the same structure, model=..."
-            )
-        plain = _build(contents)
-    else:
-        plain = skeleton(model)
-    return assemble(plain, contents.entries(plain), fuse=fuse)
+    with _opened(path) as file:  # once: another one may take its name meanwhile
+        contents = _read(Path(path), file)
+        plain = _build(contents) if model is None else skeleton(model)
+        entries = contents.entries(plain, file)
+    return assemble(plain, entries, fuse=fuse)
 
 
 @dataclass(frozen=True)
@@ -156,7 +152,7 @@ class Contents:
             rows.append({**row, "bytes": size, "float_bytes": count * item})
         return rows
 
-    def entries(self, plain: nn.Module) -> dict[str, Entry]:
+    def entries(self, plain: nn.Module, file: BinaryIO) -> dict[str, Entry]:
         """The tensors, for a model without numbers; names, shapes and dtypes must be those of the model."""
         wanted = dict(state(plain))
         names = {name for name in self.stored if name in self.packed or name.removesuffix(".scale") not in self.packed}
@@ -174,11 +170,7 @@ class Contents:
                 raise self.error(f"{name} has the shape {list(shape)}, but the model's is {list(tensor.shape)}")
             if dtype != tensor.dtype:
                 raise self.error(f"{name} is {dtype}, but the model's is {tensor.dtype}")
-        try:
-            with self.path.open("rb") as file:
-                return {name: self._entry(file, name) for name in wanted}
-        except OSError as error:
-            raise PackError(f"{self.path} cannot be read ({error.strerror})") from error
+        return {name: self._entry(file, name) for name in wanted}
 
     def _entry(self, file: BinaryIO, name: str) -> Entry:
         tensor = self._tensor(file, name)
@@ -305,13 +297,22 @@ def _bytes(tensor: Tensor) -> bytes:
 
 def read(path: str | os.PathLike[str]) -> Contents:
     """What a packed file says about itself, after its digest, its structure and its sizes were checked."""
-    path = Path(path)
+    with _opened(path) as file:
+        return _read(Path(path), file)
+
+
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            start, header, digest = _header(path, file, size)
+        with Path(path).open("rb") as file:
+            yield file
     except OSError as error:
         raise PackError(f"{path} cannot be read ({error.strerror})") from error
+
+
+def _read(path: Path, file: BinaryIO) -> Contents:
+    size = os.fstat(file.fileno()).st_size
+    start, header, digest = _header(path, file, size)
     try:
         return _contents(path, size, start, header, digest)
     except _Wrong as error:
@@ -479,7 +480,10 @@ def _architecture(value: Any) -> dict[str, Any] | None:
 
 def _build(contents: Contents) -> nn.Module:
     """The model without numbers: a lying header costs no memory."""
-    assert contents.architecture is not None
+    if contents.architecture is None:
+        raise PackError(
+            f"{contents.path} holds a model that is not of this library: pass one of the same structure, model=..."
+        )
     name, options = contents.architecture["name"], contents.architecture["options"]
     try:
         with torch.device("meta"):
