@@ -1,9 +1,10 @@
-"""Builds the native kernels, a plain C library beside mirrorquant/packing/kernels; everything else is in pyproject.toml.
+"""Builds the native kernels, a plain C library inside mirrorquant/packing/kernels; the rest is in pyproject.toml.
 
 The kernels are optional: where they cannot be compiled the package installs without them, says so in one line, and
 packed layers run in plain torch.
 """
 
+import contextlib
 import platform
 import sys
 import tempfile
@@ -41,11 +42,8 @@ class BuildKernels(build_ext):
             )
 
     def copy_extensions_to_source(self) -> None:
-        if all(Path(self.get_ext_fullpath(e.name)).exists() or Path(self.build_lib).exists() for e in self.extensions):
-            try:
-                super().copy_extensions_to_source()
-            except OSError:
-                pass  # not built, as build_extension said
+        with contextlib.suppress(OSError):  # not built, as build_extension said
+            super().copy_extensions_to_source()
 
     def _build(self, ext: Extension) -> None:
         flags = [*FLAGS, *self._supported(["-fopenmp"])]

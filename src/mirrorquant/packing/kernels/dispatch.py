@@ -47,7 +47,7 @@ def describe() -> str:
 def force(path: str) -> Iterator[None]:
     """Run one path inside a ``with`` block, as tests do.
 
-    Native paths share one layout, so weights prepared outside run inside; those that were prepared for torch stay there.
+    Native paths share one layout, so weights prepared outside run inside; those prepared for torch stay there.
 
     >>> with force("torch"):
     ...     active()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mirrorquant.packing.kernels import fallback, native
+from mirrorquant.packing.kernels import fallback, gpu, native
 from mirrorquant.packing.kernels.dispatch import active
 from mirrorquant.packing.kernels.layout import full_shape
 from mirrorquant.packing.kernels.prepared import is_native, weight
@@ -87,6 +87,8 @@ def _linear(
 ) -> Tensor:
     size = linear_size(x, shape, activation)
     check_epilogue(x, size, scale, shift, residual)
+    if x.is_cuda and gpu.is_gpu(prepared, shape, levels):
+        return gpu.linear(x, prepared, shape, levels, scale, shift, residual, relu, activation)
     plan = _plan(x, size, shape, levels, relu, (1, 1), (0, 0), (1, 1), 1, activation)
     if plan is not None:
         y = torch.empty(size)

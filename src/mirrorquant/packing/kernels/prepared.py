@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mirrorquant.packing.kernels import fallback, native
+from mirrorquant.packing.kernels import fallback, gpu, native
 from mirrorquant.packing.kernels.dispatch import active
 from mirrorquant.packing.kernels.layout import HEADER_BYTES, Header, full_shape, read
 
@@ -49,6 +49,8 @@ def prepare(codes: Tensor, levels: Sequence[float], groups: int = 1) -> Tensor:
     codes = codes.contiguous()
     if codes.device.type == "cpu" and active() != "torch" and is_native(shape, groups, levels):
         return native.prepare(codes, shape, groups, len(levels))
+    if gpu.serves(codes.shape, levels, codes.device):
+        return gpu.prepare(codes, levels)
     values = fallback.decode(codes.reshape(-1), levels)
     header = Header("torch", len(levels), shape, groups, HEADER_BYTES + 4 * values.numel())
     start = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(codes.device)

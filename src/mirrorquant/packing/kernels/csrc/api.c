@@ -76,7 +76,7 @@ static int64_t at_pixel(const mq_call *call, int64_t kw, int64_t kh, int64_t gro
                         int64_t kx, int64_t quad) {
     const int64_t step = plane * kw + kx, pair = ky * call->quads + quad;
     const int64_t block = group * call->blocks8 + o / 8;
-    return ((block * call->planes * kw + step) * kh * call->quads + pair) * 8 + o % 8;
+    return ((block * kh * call->quads + pair) * call->planes * kw + step) * 8 + o % 8;
 }
 
 static int64_t at_channel(const mq_call *call, int64_t group, int64_t o, int64_t plane, int64_t tap, int64_t quad) {

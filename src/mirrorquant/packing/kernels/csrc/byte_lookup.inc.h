@@ -32,8 +32,6 @@ static inline bytes right16(bytes a, int by) { return _mm512_srli_epi16(a, (unsi
 static inline bytes interleave_low(bytes a, bytes b) { return _mm512_unpacklo_epi16(a, b); }
 static inline bytes interleave_high(bytes a, bytes b) { return _mm512_unpackhi_epi16(a, b); }
 static inline bytes multiply_pairs(bytes a, bytes b) { return _mm512_madd_epi16(a, b); }
-static inline bytes widen8(const void *p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256(p)); }
-static inline bytes widen16(const void *p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(p)); }
 static inline floats to_floats(bytes a) { return _mm512_cvtepi32_ps(a); }
 static inline floats fsplat(float v) { return _mm512_set1_ps(v); }
 static inline floats fload(const float *p) { return _mm512_loadu_ps(p); }
@@ -63,8 +61,6 @@ static inline bytes right16(bytes a, int by) { return _mm256_srli_epi16(a, by); 
 static inline bytes interleave_low(bytes a, bytes b) { return _mm256_unpacklo_epi16(a, b); }
 static inline bytes interleave_high(bytes a, bytes b) { return _mm256_unpackhi_epi16(a, b); }
 static inline bytes multiply_pairs(bytes a, bytes b) { return _mm256_madd_epi16(a, b); }
-static inline bytes widen8(const void *p) { return _mm256_cvtepu8_epi16(_mm_loadu_si128(p)); }
-static inline bytes widen16(const void *p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128(p)); }
 static inline floats to_floats(bytes a) { return _mm256_cvtepi32_ps(a); }
 static inline floats fsplat(float v) { return _mm256_set1_ps(v); }
 static inline floats fload(const float *p) { return _mm256_loadu_ps(p); }
@@ -111,7 +107,7 @@ static inline void finish_block(const mq_call *call, int64_t pixel, int64_t bloc
  * A padded position contributes nothing if it differs in half of its signs: its table holds 2 everywhere. That is the
  * 17th sign nibble, so tables are numbered 17 * first + second.
  */
-enum { PADDING = 16, NIBBLES = 17, PAIR_TABLES = NIBBLES * NIBBLES, RUN = 63 };
+enum { PADDING = 16, NIBBLES = 17, PAIR_TABLES = NIBBLES * NIBBLES, RUN = 63, SPARE = 16 };
 
 static void make_pair_tables(uint8_t *tables) {
     uint8_t single[NIBBLES][16];
@@ -154,10 +150,10 @@ typedef struct {
     int64_t rows, columns; /* with the padding */
 } signs;
 
-static void PATH(make_row)(const mq_call *call, const signs *in, int64_t index, uint8_t *nibbles) {
+static void PATH(make_row)(const mq_call *call, const signs *in, int64_t index, uint8_t *restrict nibbles) {
     const mq_layer *is = &call->is;
     const int64_t group = index / (is->n * in->rows), n = index / in->rows % is->n, y = index % in->rows - is->py;
-    uint16_t *offsets = in->offsets + index * in->columns * call->quads;
+    uint16_t *restrict offsets = in->offsets + index * in->columns * call->quads;
     memset(nibbles, PADDING, (size_t)((in->columns + is->sx) * call->quads));
     if (y >= 0 && y < is->h)
         for (int64_t x = 0; x < is->w; x++)
@@ -167,9 +163,15 @@ static void PATH(make_row)(const mq_call *call, const signs *in, int64_t index, 
     for (int64_t i = 0; i < in->columns * call->quads; i++) offsets[i] = (uint16_t)(16 * (NIBBLES * nibbles[i] + partner[i]));
 }
 
-/* counts[pixel][channel] += differing signs in a run of at most RUN quads, for all pixels and the channels of a block. */
+/* Counts of differing signs, for the pixels of a tile and the channels of a block: 16-bit words that hold two neighbouring
+ * channels (all, modulo 2^16) and the upper ones alone (odd). */
+typedef struct {
+    bytes all[PIXELS][VECTORS], odd[PIXELS][VECTORS];
+} word_counts;
+
+/* Adds a run of at most RUN quads. */
 static inline void PATH(count_run)(const uint8_t *tables, const uint16_t *const *at, int64_t start, int64_t length,
-                                   const uint8_t *weights, uint16_t (*counts)[BLOCK]) {
+                                   const uint8_t *weights, word_counts *counts) {
     const bytes low_half = set8(15);
     bytes all[PIXEL_PAIRS][VECTORS], high[PIXEL_PAIRS][VECTORS];
 #pragma GCC unroll 4
@@ -180,14 +182,18 @@ static inline void PATH(count_run)(const uint8_t *tables, const uint16_t *const 
     for (; i + 3 <= start + length; i += 3, weights += 3 * BLOCK) {
 #pragma GCC unroll 4
         for (int pair = 0; pair < PIXEL_PAIRS; pair++) {
-            const bytes t0 = repeat16(tables + at[pair][i]), t1 = repeat16(tables + at[pair][i + 1]),
-                        t2 = repeat16(tables + at[pair][i + 2]);
+            uint64_t three; /* offsets, and a fourth that is not used: one load, for load ports are scarce */
+            memcpy(&three, at[pair] + i, sizeof three);
+            const bytes t0 = repeat16(tables + (three & 0xffff)), t1 = repeat16(tables + (three >> 16 & 0xffff)),
+                        t2 = repeat16(tables + (three >> 32 & 0xffff));
 #pragma GCC unroll 2
             for (int v = 0; v < VECTORS; v++) {
                 const uint8_t *w = weights + v * BYTES;
-                const bytes sum = add8(add8(shuffle(t0, load(w)), shuffle(t1, load(w + BLOCK))), shuffle(t2, load(w + 2 * BLOCK)));
+                const bytes two = add8(shuffle(t0, load(w)), shuffle(t1, load(w + BLOCK)));
+                const bytes sum = add8(two, shuffle(t2, load(w + 2 * BLOCK)));
                 all[pair][v] = add8(all[pair][v], sum);
                 high[pair][v] = add8(high[pair][v], and_(right16(sum, 4), low_half));
+                __asm__ volatile("" : "+v"(all[pair][v]), "+v"(high[pair][v]) : : "memory"); /* else GCC reorders and spills */
             }
         }
     }
@@ -204,15 +210,66 @@ static inline void PATH(count_run)(const uint8_t *tables, const uint16_t *const 
     for (int pair = 0; pair < PIXEL_PAIRS; pair++)
 #pragma GCC unroll 2
         for (int v = 0; v < VECTORS; v++) {
-            uint8_t narrow[2][BYTES];
-            store(narrow[0], sub8(all[pair][v], and_(left16(high[pair][v], 4), set8(0xf0))));
-            store(narrow[1], high[pair][v]);
-            for (int second = 0; second < 2; second++)
-                for (int half = 0; half < BYTES; half += WORDS) {
-                    uint16_t *count = counts[2 * pair + second] + v * BYTES + half;
-                    store(count, add16(load(count), widen8(narrow[second] + half)));
-                }
+            const bytes count[2] = {sub8(all[pair][v], and_(left16(high[pair][v], 4), set8(0xf0))), high[pair][v]};
+#pragma GCC unroll 2
+            for (int second = 0; second < 2; second++) {
+                const int pixel = 2 * pair + second;
+                counts->all[pixel][v] = add16(counts->all[pixel][v], count[second]);
+                counts->odd[pixel][v] = add16(counts->odd[pixel][v], right16(count[second], 8));
+            }
         }
+}
+
+/* The counts of a pixel, in the order of the channels. */
+static inline void PATH(in_order)(const word_counts *counts, int pixel, uint16_t *out) {
+    for (int v = 0; v < VECTORS; v++) {
+        const bytes odd = counts->odd[pixel][v], even = sub16(counts->all[pixel][v], left16(odd, 8));
+        uint16_t half[2][WORDS]; /* interleaving works within 16 bytes: channels 16 q .. 16 q + 7, and the next eight */
+        store(half[0], interleave_low(even, odd));
+        store(half[1], interleave_high(even, odd));
+        for (int eight = 0; eight < BYTES / 8; eight++)
+            memcpy(out + v * BYTES + eight * 8, half[eight % 2] + eight / 2 * 8, 16);
+    }
+}
+
+/* y = (products - 2 * counts), finished, for up to 64 channels of a pixel; more are counts beyond 16 bits, or NULL. */
+static inline void PATH(finish_counts)(const mq_call *call, int64_t pixel, int64_t block, int64_t products,
+                                       const uint16_t *counts, const int32_t *more) {
+    const mq_layer *is = &call->is;
+    const int64_t group = block / call->blocks64, first = block % call->blocks64 * BLOCK;
+    const int64_t channels = mq_min(BLOCK, call->og - first), at = pixel * is->o + group * call->og + first;
+    const float *scale = call->scale + block * BLOCK, *shift = call->shift + block * BLOCK;
+    const float *residual = call->residual ? call->residual + at : NULL;
+    for (int64_t o = 0; o < channels; o += 8) {
+        __m256i differ = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(counts + o)));
+        if (more) differ = _mm256_add_epi32(differ, _mm256_loadu_si256((const __m256i *)(more + o)));
+        const __m256i sum = _mm256_sub_epi32(_mm256_set1_epi32((int)products), _mm256_slli_epi32(differ, 1));
+        __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_loadu_ps(scale + o));
+        value = _mm256_add_ps(value, _mm256_loadu_ps(shift + o));
+        const int whole = o + 8 <= channels;
+        const __m256i real = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)(channels - o)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+        if (residual)
+            value = _mm256_add_ps(value, whole ? _mm256_loadu_ps(residual + o) : _mm256_maskload_ps(residual + o, real));
+        if (is->relu) value = _mm256_max_ps(_mm256_setzero_ps(), value); /* keeps a NaN */
+        if (whole)
+            _mm256_storeu_ps(call->y + at + o, value);
+        else
+            _mm256_maskstore_ps(call->y + at + o, real, value);
+    }
+}
+
+/* The kernel positions that an output pixel sees inside the image. */
+static int64_t positions_inside(const mq_layer *is, int64_t y, int64_t x) {
+    int64_t rows = 0, columns = 0;
+    for (int64_t ky = 0; ky < is->kh; ky++) {
+        const int64_t at = y * is->sy + ky * is->dy - is->py;
+        rows += at >= 0 && at < is->h;
+    }
+    for (int64_t kx = 0; kx < is->kw; kx++) {
+        const int64_t at = x * is->sx + kx * is->dx - is->px;
+        columns += at >= 0 && at < is->w;
+    }
+    return rows * columns;
 }
 
 /* PIXEL_PAIRS pairs of output pixels, one block of channels. */
@@ -233,10 +290,13 @@ static void PATH(binary_tile)(const mq_call *call, const uint8_t *tables, const 
     const int joined = is->dx == 1;
     const int64_t length = joined ? is->kw * call->quads : call->quads, runs = joined ? is->kh : call->taps;
     const int64_t pieces = mq_ceil_div(length, RUN), piece = mq_min(RUN, mq_ceil_div(mq_ceil_div(length, pieces), 3) * 3);
-    _Alignas(64) uint16_t counts[PIXELS][BLOCK];
-    _Alignas(64) int32_t totals[PIXELS][BLOCK];
-    memset(counts, 0, sizeof counts);
-    memset(totals, 0, sizeof totals);
+    const int64_t signs_in_all = 4 * call->quads * call->taps * call->planes;
+    const int large = signs_in_all > UINT16_MAX; /* then counts move to 32 bits before they overflow */
+    word_counts counts;
+    uint16_t ordered[BLOCK];
+    int32_t totals[PIXELS][BLOCK];
+    memset(&counts, 0, sizeof counts);
+    if (large) memset(totals, 0, sizeof totals);
     int64_t counted = 0;
     const uint8_t *weights = call->by_channel + block * call->planes * call->taps * call->quads * BLOCK;
     for (int64_t plane = 0; plane < call->planes; plane++)
@@ -246,42 +306,27 @@ static void PATH(binary_tile)(const mq_call *call, const uint8_t *tables, const 
                 at[pair] = base[pair] + (ky * is->dy * in->columns + kx * is->dx) * call->quads;
             for (int64_t start = 0; start < length; start += piece) {
                 const int64_t count = mq_min(piece, length - start);
-                if (counted + 4 * count > UINT16_MAX) {
-                    for (int pixel = 0; pixel < PIXELS; pixel++)
-                        for (int o = 0; o < BLOCK; o++) totals[pixel][o] += counts[pixel][o];
-                    memset(counts, 0, sizeof counts);
+                if (large && counted + 4 * count > UINT16_MAX) {
+                    for (int pixel = 0; pixel < PIXELS; pixel++) {
+                        PATH(in_order)(&counts, pixel, ordered);
+                        for (int o = 0; o < BLOCK; o++) totals[pixel][o] += ordered[o];
+                    }
+                    memset(&counts, 0, sizeof counts);
                     counted = 0;
                 }
-                PATH(count_run)(tables, at, start, count, weights, counts);
+                PATH(count_run)(tables, at, start, count, weights, &counts);
                 weights += count * BLOCK;
                 counted += 4 * count;
             }
         }
-    const int64_t signs_in_all = 4 * call->quads * call->taps * call->planes, missing = 4 * call->quads - call->cg;
+    const int64_t missing = 4 * call->quads - call->cg;
     for (int pixel = 0; pixel < PIXELS; pixel++) {
         const int64_t index = tile * PIXEL_PAIRS + pixel / 2, x = column[pixel / 2] + pixel % 2;
         if (index >= pairs || x >= is->ow) continue;
-        int64_t products = signs_in_all;
-        if (missing) { /* channels that are not there agree with the weights at every position but a padded one */
-            int64_t positions = 0;
-            for (int64_t tap = 0; tap < call->taps; tap++) {
-                const int64_t iy = row[pixel / 2] % is->oh * is->sy + tap / is->kw * is->dy - is->py;
-                const int64_t ix = x * is->sx + tap % is->kw * is->dx - is->px;
-                positions += iy >= 0 && iy < is->h && ix >= 0 && ix < is->w;
-            }
-            products -= missing * positions * call->planes;
-        }
-        _Alignas(64) float values[BLOCK];
-        for (int o = 0; o < BLOCK; o += NUMBERS) {
-            const bytes differ = add32(load(totals[pixel] + o), widen16(counts[pixel] + o));
-            const bytes twice = add32(differ, differ);
-#if VECTOR_LANES == 16
-            fstore(values + o, to_floats(_mm512_sub_epi32(set32((int)products), twice)));
-#else
-            fstore(values + o, to_floats(_mm256_sub_epi32(set32((int)products), twice)));
-#endif
-        }
-        finish_block(call, row[pixel / 2] * is->ow + x, block, values);
+        /* Channels that are not there agree with their weights, at every position but a padded one. */
+        const int64_t seen = missing ? missing * call->planes * positions_inside(is, row[pixel / 2] % is->oh, x) : 0;
+        PATH(in_order)(&counts, pixel, ordered);
+        PATH(finish_counts)(call, row[pixel / 2] * is->ow + x, block, signs_in_all - seen, ordered, large ? totals[pixel] : NULL);
     }
 }
 
@@ -292,7 +337,7 @@ int PATH(mq_binary)(const mq_call *call) {
     const int64_t pairs = is->n * is->oh * mq_ceil_div(is->ow, 2), tiles = mq_ceil_div(pairs, PIXEL_PAIRS);
     const int64_t items = is->groups * call->blocks64 * tiles, threads = mq_min(is->threads, items);
     const int64_t table_bytes = mq_ceil_div(16 * PAIR_TABLES, 64) * 64;
-    uint8_t *memory = mq_scratch(table_bytes + threads * row + rows * in.columns * call->quads * 2);
+    uint8_t *memory = mq_scratch(table_bytes + threads * row + rows * in.columns * call->quads * 2 + SPARE);
     if (!memory) return MQ_NO_MEMORY;
     make_pair_tables(memory);
     in.offsets = (uint16_t *)(memory + table_bytes + threads * row);

@@ -26,10 +26,15 @@ enum {
     TABLE = 16 * LANES,                       /* floats of a table */
     TABLES_IN_CACHE = 24,                     /* of 1 KiB each, in a first-level cache of 32 or 48 KiB */
     SUMS_IN_CACHE = 256 * 1024,               /* bytes of sums that go to and fro between two blocks */
-    BUILD_COST = 40,                          /* cycles to make a table; a look-up of 16 pixels takes about one */
+    BUILD_COST = 40,                          /* look-ups that take as long as to make a table */
 };
 
 typedef float vec __attribute__((vector_size(4 * VECTOR_LANES)));
+#if VECTOR_LANES == 16
+typedef uint64_t tile_nibbles;
+#else
+typedef uint32_t tile_nibbles;
+#endif
 
 /* The 16 pixels of a set: rows of bands of columns, so that lane l at column c is output pixel (row, first + c). */
 typedef struct {
@@ -42,8 +47,6 @@ typedef struct {
 
 typedef struct {
     int64_t row[LANES];         /* n * oh + y, -1 for a lane without a pixel */
-    int64_t y[LANES];           /* first input row, may be in the padding */
-    int64_t n[LANES];
     int64_t column[LANES];      /* first input column, may be in the padding */
     int64_t first[LANES];       /* first output column */
 } lanes_t;
@@ -52,6 +55,7 @@ typedef struct {
 typedef struct {
     float *tables, *sums;
     int64_t *owner;             /* the column whose tables are in a slot of the ring */
+    const float **rows;         /* [kh][LANES]: the input row that a kernel row meets, NULL in the padding */
     const float **base;         /* the tables of each kernel column, planes one after the other */
 } workspace;
 
@@ -96,27 +100,35 @@ static inline void PATH(build)(float *restrict table, const float *const *pixel,
 }
 #endif
 
-/* sums[8][LANES] (+)= the look-ups of 8 output channels in all tables of a block. */
-static inline void PATH(look_up)(float *restrict sums, const float *const *base, int64_t steps, int64_t pairs,
-                                 const uint8_t *weights, int64_t step_bytes, int add) {
+/* sums[8][LANES] (+)= the look-ups of 8 output channels in all tables of a block; base has one table a step (plane, kx),
+ * the next pair's follows it. Steps and pairs are constants where this is inlined for the usual kernels: then there are no
+ * branches left, and none to predict wrongly. */
+static inline __attribute__((always_inline)) void PATH(look_up)(float *restrict sums, const float *const *base,
+                                                                int64_t steps, int64_t pairs, const uint8_t *weights,
+                                                                int add) {
     for (int first = 0; first < 8; first += TILE) {
         vec acc[TILE][PARTS];
 #pragma GCC unroll 8
         for (int o = 0; o < TILE; o++)
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++) acc[o][part] = (vec){0};
-        for (int64_t step = 0; step < steps; step++) {
-            const char *table = (const char *)base[step];
-            const uint8_t *nibble = weights + step * step_bytes + first;
-            for (int64_t pair = 0; pair < pairs; pair++, table += TABLE * sizeof(float), nibble += 8) {
+        const uint8_t *nibble = weights + first;
+#pragma GCC unroll 24
+        for (int64_t pair = 0; pair < pairs; pair++)
+#pragma GCC unroll 3
+            for (int64_t step = 0; step < steps; step++, nibble += 8) {
+                const char *table = (const char *)(base[step] + pair * TABLE);
+                tile_nibbles nibbles; /* of all TILE channels in one load: load ports are what is scarce */
+                memcpy(&nibbles, nibble, TILE);
 #pragma GCC unroll 8
                 for (int o = 0; o < TILE; o++) {
-                    const vec *entry = (const vec *)(table + 8 * (size_t)nibble[o]); /* 64 bytes an entry, nibble << 3 */
+                    const size_t index = nibbles >> 8 * o & 255; /* nibble << 3, and 64 bytes an entry */
+                    const vec *entry = (const vec *)(table + 8 * index);
 #pragma GCC unroll 4
                     for (int part = 0; part < PARTS; part++) acc[o][part] += entry[part];
                 }
+                __asm__ volatile("" ::: "memory"); /* else GCC sums channel by channel, and spills all the indices */
             }
-        }
         vec *out = (vec *)(sums + first * LANES);
 #pragma GCC unroll 8
         for (int o = 0; o < TILE; o++)
@@ -126,19 +138,32 @@ static inline void PATH(look_up)(float *restrict sums, const float *const *base,
     }
 }
 
+/* The same for all blocks of 8 channels of a column; block_bytes from one block's weights to the next. */
+static void PATH(look_up_blocks)(float *sums, const float *const *base, int64_t steps, int64_t pairs,
+                                 const uint8_t *weights, int64_t block_bytes, int64_t blocks, int add) {
+    for (int64_t b = 0; b < blocks; b++, sums += 8 * LANES, weights += block_bytes)
+        if (steps == 3 && pairs == TABLES_IN_CACHE / 3)
+            PATH(look_up)(sums, base, 3, TABLES_IN_CACHE / 3, weights, add);
+        else if (steps == 1 && pairs == TABLES_IN_CACHE)
+            PATH(look_up)(sums, base, 1, TABLES_IN_CACHE, weights, add);
+        else if (steps == 3)
+            PATH(look_up)(sums, base, 3, pairs, weights, add);
+        else
+            PATH(look_up)(sums, base, steps, pairs, weights, add);
+}
+
 /* The tables of one input column for the pairs [pair, end). */
-static void PATH(build_column)(const plan *p, const lanes_t *lanes, int64_t group, int64_t pair, int64_t end, int64_t column,
-                               float *table) {
+static void PATH(build_column)(const plan *p, const workspace *work, const lanes_t *lanes, int64_t pair, int64_t end,
+                               int64_t column, float *table) {
     const mq_call *call = p->call;
     const mq_layer *is = &call->is;
     while (pair < end) {
         const int64_t ky = pair / call->quads, last = mq_min(end, (ky + 1) * call->quads);
+        const float *const *rows = work->rows + ky * LANES;
         const float *pixel[LANES];
         for (int lane = 0; lane < LANES; lane++) {
-            const int64_t y = lanes->y[lane] + ky * is->dy, x = lanes->column[lane] + column;
-            const int inside = lanes->row[lane] >= 0 && y >= 0 && y < is->h && x >= 0 && x < is->w;
-            pixel[lane] =
-                inside ? call->x + ((lanes->n[lane] * is->h + y) * is->w + x) * is->c + group * call->cg : p->zeros;
+            const int64_t x = lanes->column[lane] + column;
+            pixel[lane] = rows[lane] && x >= 0 && x < is->w ? rows[lane] + x * is->c : p->zeros;
         }
         for (; pair < last; pair++, table += TABLE) {
             const int64_t channel = (pair - ky * call->quads) * 4;
@@ -147,43 +172,66 @@ static void PATH(build_column)(const plan *p, const lanes_t *lanes, int64_t grou
     }
 }
 
-/* The sums of one column and 8 output channels, finished and written to the 16 pixels. */
-static inline void PATH(write)(const plan *p, const lanes_t *lanes, int64_t group, int64_t column, int64_t o,
-                               const float *restrict sums) {
-    const mq_call *call = p->call;
+/* The sums of 8 output channels, finished and written to the pixels at the offsets; -1 for none. */
+#if VECTOR_LANES > 4
+static inline void PATH(write8)(const mq_call *call, const int64_t *offsets, int64_t o, const float *scale,
+                                const float *shift, const float *restrict sums) {
+    const __m256 s = _mm256_loadu_ps(scale), t = _mm256_loadu_ps(shift), zero = _mm256_setzero_ps();
+    for (int half = 0; half < LANES; half += 8) {
+        __m256 a[8], b[8];
+        for (int i = 0; i < 8; i++) a[i] = _mm256_load_ps(sums + i * LANES + half);
+        for (int i = 0; i < 8; i += 2) { /* an 8x8 transposition, in three rounds of pairs */
+            b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+            b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+        }
+        for (int i = 0; i < 8; i += 4) {
+            a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+            a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
+            a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+            a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+        }
+        for (int i = 0; i < 4; i++) {
+            b[i] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x20);
+            b[i + 4] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x31);
+        }
+        for (int i = 0; i < 8; i++) {
+            const int64_t at = offsets[half + i] + o;
+            if (offsets[half + i] < 0) continue;
+            __m256 value = _mm256_add_ps(_mm256_mul_ps(b[i], s), t);
+            if (call->residual) value = _mm256_add_ps(value, _mm256_loadu_ps(call->residual + at));
+            if (call->is.relu) value = _mm256_max_ps(zero, value); /* keeps a NaN */
+            _mm256_storeu_ps(call->y + at, value);
+        }
+    }
+}
+#endif
+
+/* All blocks of a column, from `block` on. */
+static void PATH(write_column)(const mq_call *call, const lanes_t *lanes, int64_t group, int64_t column, int64_t block,
+                               int64_t blocks, const float *sums) {
     const mq_layer *is = &call->is;
-    const float *scale = call->scale + group * call->blocks64 * 64 + o;
-    const float *shift = call->shift + group * call->blocks64 * 64 + o;
-    const int64_t count = mq_min(8, call->og - o);
-    for (int lane = 0; lane < LANES; lane += 4) {
+    int64_t offsets[LANES];
+    for (int lane = 0; lane < LANES; lane++) {
+        const int64_t x = lanes->first[lane] + column;
+        const int real = lanes->row[lane] >= 0 && x < is->ow;
+        offsets[lane] = real ? (lanes->row[lane] * is->ow + x) * is->o + group * call->og : -1;
+    }
+    for (int64_t b = 0; b < blocks; b++, sums += 8 * LANES) {
+        const int64_t o = (block + b) * 8, count = mq_min(8, call->og - o);
+        const float *scale = call->scale + group * call->blocks64 * 64 + o;
+        const float *shift = call->shift + group * call->blocks64 * 64 + o;
 #if VECTOR_LANES > 4
         if (count == 8) {
-            for (int half = 0; half < 8; half += 4) {
-                __m128 v[4];
-                for (int i = 0; i < 4; i++) v[i] = _mm_load_ps(sums + (half + i) * LANES + lane);
-                _MM_TRANSPOSE4_PS(v[0], v[1], v[2], v[3]);
-                const __m128 s = _mm_loadu_ps(scale + half), t = _mm_loadu_ps(shift + half);
-                for (int i = 0; i < 4; i++) {
-                    const int64_t x = lanes->first[lane + i] + column;
-                    if (lanes->row[lane + i] < 0 || x >= is->ow) continue;
-                    const int64_t at = (lanes->row[lane + i] * is->ow + x) * is->o + group * call->og + o + half;
-                    __m128 value = _mm_add_ps(_mm_mul_ps(v[i], s), t);
-                    if (call->residual) value = _mm_add_ps(value, _mm_loadu_ps(call->residual + at));
-                    if (is->relu) value = _mm_max_ps(_mm_setzero_ps(), value); /* keeps a NaN */
-                    _mm_storeu_ps(call->y + at, value);
-                }
-            }
+            PATH(write8)(call, offsets, o, scale, shift, sums);
             continue;
         }
 #endif
-        for (int i = lane; i < lane + 4; i++) {
-            const int64_t x = lanes->first[i] + column;
-            if (lanes->row[i] < 0 || x >= is->ow) continue;
-            const int64_t at = (lanes->row[i] * is->ow + x) * is->o + group * call->og + o;
-            for (int64_t j = 0; j < count; j++)
-                call->y[at + j] = mq_finish(sums[j * LANES + i], scale[j], shift[j],
-                                            call->residual ? call->residual + at + j : NULL, is->relu);
-        }
+        for (int lane = 0; lane < LANES; lane++)
+            for (int64_t i = 0; offsets[lane] >= 0 && i < count; i++) {
+                const int64_t at = offsets[lane] + o + i;
+                call->y[at] = mq_finish(sums[i * LANES + lane], scale[i], shift[i],
+                                        call->residual ? call->residual + at : NULL, is->relu);
+            }
     }
 }
 
@@ -196,10 +244,14 @@ static void PATH(run_set)(const plan *p, workspace *work, int64_t group, int64_t
         const int64_t at = set * LANES + lane, row = at / p->bands, band = at % p->bands;
         const int real = row < is->n * is->oh;
         lanes.row[lane] = real ? row : -1;
-        lanes.n[lane] = real ? row / is->oh : 0;
-        lanes.y[lane] = row % is->oh * is->sy - is->py;
         lanes.first[lane] = band * p->width;
         lanes.column[lane] = lanes.first[lane] * is->sx - is->px;
+        for (int64_t ky = 0; ky < is->kh; ky++) {
+            const int64_t y = row % is->oh * is->sy - is->py + ky * is->dy;
+            const int inside = real && y >= 0 && y < is->h;
+            work->rows[ky * LANES + lane] =
+                inside ? call->x + (row / is->oh * is->h + y) * is->w * is->c + group * call->cg : NULL;
+        }
     }
     const int64_t pairs = is->kh * call->quads, steps = call->planes * is->kw, blocks = end - block;
     const uint8_t *weights = call->by_pixel + (group * call->blocks8 + block) * steps * pairs * 8;
@@ -211,19 +263,17 @@ static void PATH(run_set)(const plan *p, workspace *work, int64_t group, int64_t
                 const int64_t input = column * is->sx + kx * is->dx, slot = input % p->ring;
                 float *table = work->tables + slot * p->pairs_in_block * TABLE;
                 if (work->owner[slot] != input) {
-                    PATH(build_column)(p, &lanes, group, pair, pair + count, input, table);
+                    PATH(build_column)(p, work, &lanes, pair, pair + count, input, table);
                     work->owner[slot] = input;
                 }
                 for (int64_t plane = 0; plane < call->planes; plane++) work->base[plane * is->kw + kx] = table;
             }
-            for (int64_t b = 0; b < blocks; b++)
-                PATH(look_up)(work->sums + (column * blocks + b) * 8 * LANES, work->base, steps, count,
-                              weights + b * steps * pairs * 8 + pair * 8, pairs * 8, pair > 0);
+            PATH(look_up_blocks)(work->sums + column * blocks * 8 * LANES, work->base, steps, count,
+                                 weights + pair * steps * 8, pairs * steps * 8, blocks, pair > 0);
         }
     }
     for (int64_t column = 0; column < p->width; column++)
-        for (int64_t b = 0; b < blocks; b++)
-            PATH(write)(p, &lanes, group, column, (block + b) * 8, work->sums + (column * blocks + b) * 8 * LANES);
+        PATH(write_column)(call, &lanes, group, column, block, blocks, work->sums + column * blocks * 8 * LANES);
 }
 
 /* The number of bands in a row of the image with the least work; more bands fill the lanes, fewer share more tables. */
@@ -255,7 +305,7 @@ int PATH(mq_float)(const mq_call *call) {
     const int64_t chunks = items % is->threads && items < 8 * is->threads ? mq_min(is->threads, call->blocks8) : 1;
     const int64_t blocks = mq_ceil_div(call->blocks8, chunks);
     const int64_t zero_floats = mq_ceil_div(call->cg, 16) * 16, table_floats = p.ring * p.pairs_in_block * TABLE;
-    const int64_t sum_floats = p.width * blocks * 8 * LANES, extra = (p.ring + call->planes * is->kw + 8) / 8 * 64;
+    const int64_t sum_floats = p.width * blocks * 8 * LANES, extra = (p.ring + call->planes * is->kw + is->kh * LANES + 8) / 8 * 64;
     const int64_t each = (table_floats + sum_floats) * (int64_t)sizeof(float) + extra;
     const int64_t threads = mq_min(is->threads, items * chunks);
     char *memory = mq_scratch(zero_floats * (int64_t)sizeof(float) + threads * each);
@@ -270,7 +320,8 @@ int PATH(mq_float)(const mq_call *call) {
         work.tables = (float *)own;
         work.sums = work.tables + table_floats;
         work.owner = (int64_t *)(work.sums + sum_floats);
-        work.base = (const float **)(work.owner + p.ring);
+        work.rows = (const float **)(work.owner + p.ring);
+        work.base = work.rows + is->kh * LANES;
         const int64_t from = items * chunks * thread / threads, to = items * chunks * (thread + 1) / threads;
         for (int64_t item = from; item < to; item++) {
             const int64_t chunk = item % chunks, set = item / chunks % sets, group = item / chunks / sets;

@@ -53,7 +53,7 @@ typedef struct {
     int64_t quads;                /* nibbles that hold the channels of one group: ceil(cg / 4) */
     int64_t taps;                 /* kh * kw */
     int64_t blocks8, blocks64;    /* blocks of output channels of one group, in the two layouts */
-    const uint8_t *by_pixel;      /* float layout  [group][blocks8][plane * kw + kx][ky * quads + quad][8], nibble << 3 */
+    const uint8_t *by_pixel;      /* float layout  [group][blocks8][ky * quads + quad][plane * kw + kx][8], nibble << 3 */
     const uint8_t *by_channel;    /* byte layout   [group][blocks64][plane][ky][kx][quad][64], one nibble a byte */
     const float *x, *scale, *shift, *residual; /* scale and shift have entries for whole blocks of 64 channels */
     float *y;
