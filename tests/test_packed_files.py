@@ -77,7 +77,7 @@ def test_any_model_comes_back_from_a_file_to_the_bit(data):
     try:
         content = file.dump(model)
     except PackError:
-        assert len(levels) == 4  # too few numbers to see that they are on four levels
+        assert len(levels) == 4 or min(sizes) == 1  # too few numbers to see that they are on levels
         return
     path = scratch(content)
     loaded = mq.load(path, nn.Sequential(*[type(m)(*arguments(m)) for m in model]).to(dtype))

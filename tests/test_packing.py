@@ -166,6 +166,18 @@ def test_a_packed_linear_layer_is_the_linear_layer(data):
     torch.testing.assert_close(packed(x, residual, True), F.relu(y + residual), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("levels", [mq.BINARY, mq.TERNARY])
+@torch.no_grad()
+def test_inputs_of_one_size_are_added_up_right(levels):
+    """Sums as large as they can be, which integers inside a kernel must hold."""
+    for inputs in (4, 16, 300):
+        layer = on_levels(nn.Linear(inputs, 40, bias=False), levels)
+        layer.weight[0] = 1.0
+        layer.weight[1] = -1.0
+        for x in (torch.ones(1, inputs), torch.full((3, inputs), -1.213), torch.randn(2, inputs).sign()):
+            torch.testing.assert_close(PackedLinear.of(layer)(x), layer(x), rtol=1e-5, atol=1e-5 * inputs)
+
+
 @settings(max_examples=250, deadline=None)
 @given(st.data())
 @torch.no_grad()
@@ -181,7 +193,7 @@ def test_layers_after_a_sign_are_equal_to_the_bit(data):
     model = nn.Sequential(BinaryActivation(), layer)
     packed = mq.pack(model)
     assert packed.network[1].after_sign
-    assert torch.equal(packed.network(x), model(x))
+    torch.testing.assert_close(packed.network(x), model(x))
     assert len([node for node in packed.graph.graph.nodes if node.op == "call_module"]) == 1
     assert torch.equal(packed(x), model(x))
 
