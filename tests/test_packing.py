@@ -276,6 +276,10 @@ def test_misuse_is_told():
     assert packed.train(False) is packed
     with pytest.raises(PackError, match="cannot be trained"):
         packed.train()
+    x = images("digitsnet").requires_grad_()
+    assert not packed(x).requires_grad
+    with pytest.raises(PackError, match=r"no gradient: run them under torch\.no_grad"):
+        packed.network.conv1(x)
     with pytest.raises(PackError, match="expected what mq"):
         mq.unpack(network("digitsnet"))
     with pytest.raises(PackError, match="has no Conv2d or Linear layer"):

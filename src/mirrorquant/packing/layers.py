@@ -154,6 +154,7 @@ class PackedConv2d(_PackedLayer):
 
     def forward(self, x: Tensor, residual: Tensor | None = None, relu: bool = False, *, fused: bool = False) -> Tensor:
         """The convolution of a batch of images, or of one image."""
+        _refuse_gradient(x)
         if x.dim() == 3:
             y: Tensor = self(x[None], None if residual is None else residual[None], relu, fused=fused)[0]
             return y
@@ -218,6 +219,7 @@ class PackedLinear(_PackedLayer):
 
     def forward(self, x: Tensor, residual: Tensor | None = None, relu: bool = False, *, fused: bool = False) -> Tensor:
         """The product for each row of ``x``."""
+        _refuse_gradient(x)
         norms = self.norm if fused and x.dim() != 2 else ()  # over another axis than the rows that the kernel scales
         folded = fused and not norms
         outputs = self._weight["shape"][0]
@@ -241,6 +243,11 @@ class PackedLinear(_PackedLayer):
 def _after_loading(layer: nn.Module, keys: Any) -> None:
     assert isinstance(layer, _PackedLayer)
     layer.refresh()
+
+
+def _refuse_gradient(x: Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise PackError("packed layers give no gradient: run them under torch.no_grad(), or train the unpacked model")
 
 
 def _tensors(layer: nn.Conv2d | nn.Linear) -> tuple[PackedTensor, PackedTensor | Tensor | None]:

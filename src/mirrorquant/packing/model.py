@@ -118,8 +118,9 @@ class PackedModel(nn.Module):
         self.training = False
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
+    @torch.no_grad()
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """What the plain model returns in ``eval`` mode."""
+        """What the plain model returns in ``eval`` mode, without a gradient."""
         if self.graph is None or options or len(inputs) != self.inputs:  # optional arguments were not traced
             return self.network(*inputs, **options)
         return self.graph(*map(_channels_last, inputs))
