@@ -153,9 +153,10 @@ def _plan(
         if unit is None or not is_native(whole, groups, levels):
             _plans[key] = None
         else:
-            n, c, h, w = x.shape if len(shape) == 4 else (x.numel() // shape[1], shape[1], 1, 1)
+            rows = 0 if len(shape) == 4 else x.numel() // shape[1]
+            n, c, h, w = x.shape if len(shape) == 4 else (min(rows, 1), shape[1], 1, max(rows, 1))
             o, _, kh, kw = whole
-            oh, ow = size[2:] if len(shape) == 4 else (1, 1)
+            oh, ow = size[2:] if len(shape) == 4 else (1, max(rows, 1))
             window = (*stride, *padding, *dilation)
             kind = ("float32", "binary", "int8").index(activation)
             fused = unit[1] == 0  # else the epilogue comes after the second term of the levels

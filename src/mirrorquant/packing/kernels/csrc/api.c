@@ -169,8 +169,8 @@ enum { FEW_ROWS = 7 };
 
 static int run(const mq_call *call) {
     const mq_layer *is = &call->is;
-    const int is_linear = call->taps == 1 && is->groups == 1 && is->h == 1 && is->w == 1 && is->py == 0 && is->px == 0;
-    const int few = is_linear && is->n <= FEW_ROWS;
+    const int is_linear = call->taps == 1 && is->groups == 1 && is->oh == is->h && is->ow == is->w && !is->py && !is->px;
+    const int few = is_linear && is->n * is->h * is->w <= FEW_ROWS;
     if (is->activation == MQ_INT8 && !is_linear) return MQ_BAD_PROBLEM;
 #define RUN(name)                                                              \
     switch (is->activation) {                                                  \

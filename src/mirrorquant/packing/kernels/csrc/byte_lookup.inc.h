@@ -377,12 +377,20 @@ static inline void combine(bytes out[4], bytes even_a, bytes odd_a, bytes even_b
 enum { INT8_RUN = 84, INT8_OFFSET = 512 };
 
 static void int8_tables(const int32_t *q, int64_t quads, uint8_t *tables) {
-    for (int64_t quad = 0; quad < quads; quad++, q += 4, tables += 32)
-        for (int w = 0; w < 16; w++) {
-            const int sum = INT8_OFFSET + (w & 1 ? q[0] : -q[0]) + (w & 2 ? q[1] : -q[1]) + (w & 4 ? q[2] : -q[2]) + (w & 8 ? q[3] : -q[3]);
-            tables[w] = (uint8_t)(sum & 255);
-            tables[16 + w] = (uint8_t)(sum >> 8);
-        }
+    const __m256i sign0 = _mm256_setr_epi16(-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1);
+    const __m256i sign1 = _mm256_setr_epi16(-1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1);
+    const __m256i sign2 = _mm256_setr_epi16(-1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1);
+    const __m256i sign3 = _mm256_setr_epi16(-1, -1, -1, -1, -1, -1, -1, -1, 1, 1, 1, 1, 1, 1, 1, 1);
+    for (int64_t quad = 0; quad < quads; quad++, q += 4, tables += 32) {
+        const __m256i a = _mm256_add_epi16(_mm256_sign_epi16(_mm256_set1_epi16((short)q[0]), sign0),
+                                           _mm256_sign_epi16(_mm256_set1_epi16((short)q[1]), sign1));
+        const __m256i b = _mm256_add_epi16(_mm256_sign_epi16(_mm256_set1_epi16((short)q[2]), sign2),
+                                           _mm256_sign_epi16(_mm256_set1_epi16((short)q[3]), sign3));
+        const __m256i sum = _mm256_add_epi16(_mm256_add_epi16(a, b), _mm256_set1_epi16(INT8_OFFSET));
+        const __m256i lower = _mm256_and_si256(sum, _mm256_set1_epi16(255)), upper = _mm256_srli_epi16(sum, 8);
+        const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi16(lower, upper), 0xd8);
+        _mm256_storeu_si256((__m256i *)tables, packed);
+    }
 }
 
 /* The sums of a row with one vector of channels. */
@@ -400,6 +408,7 @@ static void PATH(int8_dot)(const mq_call *call, const uint8_t *tables, const uin
             all = add16(all, lower);
             odd = add16(odd, right16(lower, 8));
             upper = add8(upper, shuffle(repeat16(table + 16), nibbles));
+            __asm__ volatile("" : "+v"(all), "+v"(odd), "+v"(upper)); /* else GCC reorders and spills */
         }
         bytes part[4];
         combine(part, sub16(all, left16(odd, 8)), odd, and_(upper, low_byte), right16(upper, 8), 256);
@@ -414,19 +423,19 @@ static void PATH(int8_dot)(const mq_call *call, const uint8_t *tables, const uin
 
 int PATH(mq_int8)(const mq_call *call) {
     const mq_layer *is = &call->is;
-    const int64_t row = call->quads * 32;
-    uint8_t *tables = mq_scratch(is->n * row);
+    const int64_t row = call->quads * 32, rows = is->n * is->h * is->w;
+    uint8_t *tables = mq_scratch(rows * row);
     int32_t *q = mq_scratch(call->quads * 16);
-    float *steps = mq_scratch(is->n * (int64_t)sizeof(float));
+    float *steps = mq_scratch(rows * (int64_t)sizeof(float));
     const int ready = tables && q && steps;
-    for (int64_t n = 0; ready && n < is->n; n++) {
+    for (int64_t n = 0; ready && n < rows; n++) {
         steps[n] = mq_quantize_row(call->x + n * call->cg, call->cg, q);
         int8_tables(q, call->quads, tables + n * row);
     }
     if (ready) {
 #pragma omp parallel for num_threads((int)is->threads) schedule(static) if (is->threads > 1)
         for (int64_t block = 0; block < call->blocks64; block++)
-            for (int64_t n = 0; n < is->n; n++) {
+            for (int64_t n = 0; n < rows; n++) {
                 int32_t sums[BLOCK];
                 float values[BLOCK];
                 for (int v = 0; v < VECTORS; v++)
@@ -450,105 +459,132 @@ int PATH(mq_int8)(const mq_call *call) {
  */
 enum { STRETCH = 64, DIGITS = 4, DIGIT_BITS = 7, LARGEST = (1 << 25) - 1, DIGITS_OFFSET = 1 << 27 };
 
+/* table[digit][w] of four integers. */
+static inline void digits_of(const int32_t *q, uint8_t *table) {
+    /* Signs of q[0..3] in entry w, for w < 8; q[3] is negative there and positive in the other half. */
+    const __m256i sign0 = _mm256_setr_epi32(-1, 1, -1, 1, -1, 1, -1, 1);
+    const __m256i sign1 = _mm256_setr_epi32(-1, -1, 1, 1, -1, -1, 1, 1);
+    const __m256i sign2 = _mm256_setr_epi32(-1, -1, -1, -1, 1, 1, 1, 1);
+    __m256i sum = _mm256_add_epi32(_mm256_sign_epi32(_mm256_set1_epi32(q[0]), sign0),
+                                   _mm256_sign_epi32(_mm256_set1_epi32(q[1]), sign1));
+    sum = _mm256_add_epi32(sum, _mm256_sign_epi32(_mm256_set1_epi32(q[2]), sign2));
+    sum = _mm256_add_epi32(sum, _mm256_set1_epi32(DIGITS_OFFSET));
+    const __m256i fourth = _mm256_set1_epi32(q[3]), mask = _mm256_set1_epi32((1 << DIGIT_BITS) - 1);
+    __m256i low = _mm256_sub_epi32(sum, fourth), high = _mm256_add_epi32(sum, fourth);
+    for (int digit = 0; digit < DIGITS; digit++) {
+        __m256i words = _mm256_packus_epi32(_mm256_and_si256(low, mask), _mm256_and_si256(high, mask));
+        words = _mm256_permute4x64_epi64(words, 0xd8); /* packing works within 16 bytes */
+        const __m128i packed = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+        _mm_storeu_si128((__m128i *)(table + digit * 16), packed);
+        low = _mm256_srli_epi32(low, DIGIT_BITS);
+        high = _mm256_srli_epi32(high, DIGIT_BITS);
+    }
+}
+
 /* Tables [quad][digit][16] and the step of each stretch; false for an input that is not finite. */
 static int digit_tables(const float *x, int64_t count, int64_t quads, uint8_t *tables, float *steps) {
     for (int64_t quad = 0; quad < quads; quad += STRETCH) {
-        const int64_t end = mq_min(quads, quad + STRETCH);
-        float largest = 0;
-        for (int64_t i = quad * 4; i < mq_min(end * 4, count); i++) {
-            if (!(fabsf(x[i]) <= 3e38f)) return 0;
-            largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+        const int64_t first = quad * 4, here = mq_min(STRETCH * 4, count - first);
+        float largest = 0, check = 0;
+        for (int64_t i = 0; i < here; i++) {
+            const float size = fabsf(x[first + i]);
+            largest = size > largest ? size : largest;
+            check += size * 0.0f; /* a NaN for what is not finite */
         }
+        if (check != 0) return 0;
         const float step = largest / LARGEST;
         const int usable = step >= 1e-37f; /* else the stretch is as good as zero */
         *steps++ = usable ? step : 0;
-        for (int64_t i = quad; i < end; i++, tables += DIGITS * 16) {
-            int32_t q[4] = {0, 0, 0, 0};
-            for (int64_t j = 0; j < 4 && i * 4 + j < count; j++) {
-                const float value = usable ? rintf(x[i * 4 + j] / step) : 0;
-                q[j] = (int32_t)(value > LARGEST ? LARGEST : value < -LARGEST ? -LARGEST : value);
-            }
-            for (int w = 0; w < 16; w++) {
-                const int32_t sum = DIGITS_OFFSET + (w & 1 ? q[0] : -q[0]) + (w & 2 ? q[1] : -q[1]) +
-                                    (w & 4 ? q[2] : -q[2]) + (w & 8 ? q[3] : -q[3]);
-                for (int digit = 0; digit < DIGITS; digit++)
-                    tables[digit * 16 + w] = (uint8_t)(sum >> DIGIT_BITS * digit & ((1 << DIGIT_BITS) - 1));
-            }
+        int32_t q[STRETCH * 4] = {0};
+        for (int64_t i = 0; usable && i < here; i++) {
+            const float value = rintf(x[first + i] / step);
+            q[i] = (int32_t)(value > LARGEST ? LARGEST : value < -LARGEST ? -LARGEST : value);
         }
+        for (int64_t i = 0; i < mq_min(STRETCH, quads - quad); i++, tables += DIGITS * 16) digits_of(q + 4 * i, tables);
     }
     return 1;
 }
 
-/* The sums of a row with one vector of channels. */
-static void PATH(float_dot)(const mq_call *call, const uint8_t *tables, const float *steps, const uint8_t *weights, float *sums) {
-    floats total[4] = {fsplat(0), fsplat(0), fsplat(0), fsplat(0)};
-    for (int64_t plane = 0; plane < call->planes; plane++)
-        for (int64_t start = 0; start < call->quads; start += STRETCH) {
-            const int64_t length = mq_min(STRETCH, call->quads - start);
-            const uint8_t *table = tables + start * DIGITS * 16;
-            bytes all[DIGITS], odd[DIGITS];
+/* sums (in the order of combine) += one stretch of a row with one vector of channels. */
+static inline void PATH(float_stretch)(const uint8_t *table, float step, const uint8_t *weights, int64_t length, float *sums) {
+    bytes all[DIGITS], odd[DIGITS];
 #pragma GCC unroll 4
-            for (int digit = 0; digit < DIGITS; digit++) all[digit] = odd[digit] = set8(0);
-            int64_t i = 0;
-            for (; i + 2 <= length; i += 2, weights += 2 * BLOCK, table += 2 * DIGITS * 16) {
-                const bytes first = load(weights), second = load(weights + BLOCK);
+    for (int digit = 0; digit < DIGITS; digit++) all[digit] = odd[digit] = set8(0);
+    int64_t i = 0;
+    for (; i + 2 <= length; i += 2, weights += 2 * BLOCK, table += 2 * DIGITS * 16) {
+        const bytes first = load(weights), second = load(weights + BLOCK);
 #pragma GCC unroll 4
-                for (int digit = 0; digit < DIGITS; digit++) {
-                    const bytes sum = add8(shuffle(repeat16(table + digit * 16), first),
-                                           shuffle(repeat16(table + (DIGITS + digit) * 16), second));
-                    all[digit] = add16(all[digit], sum);
-                    odd[digit] = add16(odd[digit], right16(sum, 8));
-                }
-            }
-            for (; i < length; i++, weights += BLOCK, table += DIGITS * 16)
-#pragma GCC unroll 4
-                for (int digit = 0; digit < DIGITS; digit++) {
-                    const bytes sum = shuffle(repeat16(table + digit * 16), load(weights));
-                    all[digit] = add16(all[digit], sum);
-                    odd[digit] = add16(odd[digit], right16(sum, 8));
-                }
-            bytes low[4], high[4];
-            bytes even[DIGITS];
-            for (int digit = 0; digit < DIGITS; digit++) even[digit] = sub16(all[digit], left16(odd[digit], 8));
-            combine(low, even[0], odd[0], even[1], odd[1], 1 << DIGIT_BITS);
-            combine(high, even[2], odd[2], even[3], odd[3], 1 << DIGIT_BITS);
-            /* The offset is a whole number of the upper two digits' units, so that it leaves without a rounding. */
-            const bytes offset = set32((int)(-(DIGITS_OFFSET >> 2 * DIGIT_BITS) * length));
-            const floats unit = fsplat((float)(1 << 2 * DIGIT_BITS)), step = fsplat(steps[start / STRETCH]);
-            for (int j = 0; j < 4; j++) {
-                const floats sum = fadd(fmul(to_floats(add32(high[j], offset)), unit), to_floats(low[j]));
-                total[j] = fadd(total[j], fmul(sum, step));
-            }
+        for (int digit = 0; digit < DIGITS; digit++) {
+            const bytes sum = add8(shuffle(repeat16(table + digit * 16), first),
+                                   shuffle(repeat16(table + (DIGITS + digit) * 16), second));
+            all[digit] = add16(all[digit], sum);
+            odd[digit] = add16(odd[digit], right16(sum, 8));
+            __asm__ volatile("" : "+v"(all[digit]), "+v"(odd[digit]) : : "memory"); /* else GCC reorders and spills */
         }
-    for (int i = 0; i < 4; i++) {
-        float numbers[NUMBERS];
-        fstore(numbers, total[i]);
-        for (int j = 0; j < NUMBERS; j++) sums[channel_of(i, j)] = numbers[j];
+    }
+    for (; i < length; i++, weights += BLOCK, table += DIGITS * 16)
+#pragma GCC unroll 4
+        for (int digit = 0; digit < DIGITS; digit++) {
+            const bytes sum = shuffle(repeat16(table + digit * 16), load(weights));
+            all[digit] = add16(all[digit], sum);
+            odd[digit] = add16(odd[digit], right16(sum, 8));
+        }
+    bytes low[4], high[4], even[DIGITS];
+    for (int digit = 0; digit < DIGITS; digit++) even[digit] = sub16(all[digit], left16(odd[digit], 8));
+    combine(low, even[0], odd[0], even[1], odd[1], 1 << DIGIT_BITS);
+    combine(high, even[2], odd[2], even[3], odd[3], 1 << DIGIT_BITS);
+    /* The offset is a whole number of the upper two digits' units, so that it leaves without a rounding. */
+    const bytes offset = set32((int)(-(DIGITS_OFFSET >> 2 * DIGIT_BITS) * length));
+    const floats unit = fsplat((float)(1 << 2 * DIGIT_BITS)), steps = fsplat(step);
+    for (int j = 0; j < 4; j++) {
+        const floats sum = fadd(fmul(to_floats(add32(high[j], offset)), unit), to_floats(low[j]));
+        fstore(sums + j * NUMBERS, fadd(fload(sums + j * NUMBERS), fmul(sum, steps)));
+    }
+}
+
+/* A row with the channels of the blocks [block, end): stretch by stretch, whose tables then stay in the first-level cache. */
+static void PATH(float_row)(const mq_call *call, int64_t row, const uint8_t *tables, const float *steps, int64_t block,
+                            int64_t end, float *sums) {
+    memset(sums, 0, (size_t)((end - block) * BLOCK) * sizeof(float));
+    for (int64_t start = 0; start < call->quads; start += STRETCH)
+        for (int64_t b = block; b < end; b++)
+            for (int64_t plane = 0; plane < call->planes; plane++)
+                for (int v = 0; v < VECTORS; v++)
+                    PATH(float_stretch)(tables + start * DIGITS * 16, steps[start / STRETCH],
+                                        call->by_channel + ((b * call->planes + plane) * call->quads + start) * BLOCK + v * BYTES,
+                                        mq_min(STRETCH, call->quads - start), sums + (b - block) * BLOCK + v * BYTES);
+    for (int64_t b = block; b < end; b++, sums += BLOCK) {
+        float values[BLOCK];
+        for (int v = 0; v < VECTORS; v++)
+            for (int i = 0; i < 4; i++)
+                for (int j = 0; j < NUMBERS; j++)
+                    values[v * BYTES + channel_of(i, j)] = sums[v * BYTES + i * NUMBERS + j];
+        finish_block(call, row, b, values);
     }
 }
 
 int PATH(mq_float_rows)(const mq_call *call) {
     const mq_layer *is = &call->is;
+    const int64_t rows = is->n * is->h * is->w, threads = mq_min(is->threads, call->blocks64);
     const int64_t row = call->quads * DIGITS * 16, stretches = mq_ceil_div(call->quads, STRETCH);
-    uint8_t *tables = mq_scratch(is->n * row);
-    float *steps = mq_scratch(is->n * stretches * (int64_t)sizeof(float));
-    const int ready = tables && steps;
+    uint8_t *tables = mq_scratch(rows * row);
+    float *steps = mq_scratch(rows * stretches * (int64_t)sizeof(float));
+    float *sums = mq_scratch(call->blocks64 * BLOCK * (int64_t)sizeof(float));
+    const int ready = tables && steps && sums;
     int finite = 1;
-    for (int64_t n = 0; ready && finite && n < is->n; n++)
+    for (int64_t n = 0; ready && finite && n < rows; n++)
         finite = digit_tables(call->x + n * call->cg, call->cg, call->quads, tables + n * row, steps + n * stretches);
     if (ready && finite) {
-#pragma omp parallel for num_threads((int)is->threads) schedule(static) if (is->threads > 1)
-        for (int64_t block = 0; block < call->blocks64; block++)
-            for (int64_t n = 0; n < is->n; n++) {
-                float values[BLOCK];
-                for (int v = 0; v < VECTORS; v++)
-                    PATH(float_dot)(call, tables + n * row, steps + n * stretches,
-                                    call->by_channel + block * call->planes * call->quads * BLOCK + v * BYTES, values + v * BYTES);
-                finish_block(call, n, block, values);
-            }
+#pragma omp parallel for num_threads((int)threads) schedule(static) if (threads > 1)
+        for (int64_t thread = 0; thread < threads; thread++) {
+            const int64_t block = call->blocks64 * thread / threads, end = call->blocks64 * (thread + 1) / threads;
+            for (int64_t n = 0; n < rows; n++)
+                PATH(float_row)(call, n, tables + n * row, steps + n * stretches, block, end, sums + block * BLOCK);
+        }
     }
     free(tables);
     free(steps);
+    free(sums);
     if (!ready) return MQ_NO_MEMORY;
     return finite ? MQ_OK : PATH(mq_float)(call);
 }

@@ -9,7 +9,7 @@
  *   binary and int8     a table is one register of bytes; one shuffle reads it for 32 or 64 output channels
  *                       (byte_lookup.inc.h)
  *
- * Images are NHWC. A linear layer is a 1x1 convolution of an image with one pixel a row of the batch.
+ * Images are NHWC. A linear layer is a 1x1 convolution of an image one pixel high, as wide as the batch has rows.
  */
 #ifndef MIRRORQUANT_KERNELS_H
 #define MIRRORQUANT_KERNELS_H

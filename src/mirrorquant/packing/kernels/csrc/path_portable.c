@@ -74,18 +74,19 @@ int mq_binary_portable(const mq_call *call) {
 
 int mq_int8_portable(const mq_call *call) {
     const mq_layer *is = &call->is;
-    int32_t *quantized = mq_scratch(is->n * call->quads * 4 * (int64_t)sizeof(int32_t));
-    float *steps = mq_scratch(is->n * (int64_t)sizeof(float));
+    const int64_t rows = is->n * is->h * is->w;
+    int32_t *quantized = mq_scratch(rows * call->quads * 4 * (int64_t)sizeof(int32_t));
+    float *steps = mq_scratch(rows * (int64_t)sizeof(float));
     if (!quantized || !steps) {
         free(quantized);
         free(steps);
         return MQ_NO_MEMORY;
     }
-    for (int64_t n = 0; n < is->n; n++)
+    for (int64_t n = 0; n < rows; n++)
         steps[n] = mq_quantize_row(call->x + n * call->cg, call->cg, quantized + n * call->quads * 4);
 #pragma omp parallel for num_threads((int)is->threads) schedule(static) if (is->threads > 1)
     for (int64_t block = 0; block < call->blocks64; block++)
-        for (int64_t n = 0; n < is->n; n++) {
+        for (int64_t n = 0; n < rows; n++) {
             int32_t sums[CHANNELS] = {0};
             const uint8_t *weights = call->by_channel + block * call->planes * call->quads * CHANNELS;
             for (int64_t at = 0; at < call->planes * call->quads; at++, weights += CHANNELS) {
