@@ -101,6 +101,15 @@ class PackedTensor(nn.Module):
         rows, row = layout(self.shape)
         return (tensor.reshape(rows, row) * self.scale.to(self.dtype)[:, None]).reshape(self.shape)
 
+    def get_extra_state(self) -> Tensor:
+        """The levels, for ``state_dict``."""
+        return torch.tensor(tuple(self.levels), dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Refuses bits that stand for other levels."""
+        if tuple(state.tolist()) != tuple(self.levels):
+            raise PackError(f"the state is on the levels {state.tolist()}, but the tensor on {list(self.levels)}")
+
     def extra_repr(self) -> str:
         scale = {None: "", 1: ", one scale"}.get(None if self.scale is None else self.scale.numel(), ", a scale a row")
         return f"{'x'.join(map(str, self.shape))} on {', '.join(f'{q:g}' for q in self.levels)}{scale}"

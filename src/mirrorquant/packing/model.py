@@ -336,7 +336,7 @@ def _trace(network: nn.Module) -> fx.Graph | None:
 def _fuse(network: nn.Module, graph: fx.Graph) -> None:
     """Lets each packed layer do what surrounds it: sign -> layer -> batch norm -> addition -> ReLU."""
     for node in graph.nodes:
-        if node.op == "call_method" and node.target == "view":
+        if node.op == "call_method" and node.target == "view" and not isinstance(node.args[1], torch.dtype):
             node.target = "reshape"  # in channels_last the dimensions of a view may not lie as they did
     called = [node.target for node in graph.nodes if node.op == "call_module"]
     for node in list(graph.nodes):
@@ -344,10 +344,8 @@ def _fuse(network: nn.Module, graph: fx.Graph) -> None:
         if not isinstance(layer, _PACKED) or called.count(node.target) > 1 or len(node.args) != 1 or node.kwargs:
             continue
         source = node.args[0]
-        if isinstance(_module(network, source), BinaryActivation) and layer.take_sign():
+        if _is_sign(network, source) and not _changes_between(network, graph, source, node) and layer.take_sign():
             node.args = source.args
-            if not source.users:
-                graph.erase_node(source)
         last = node
         follower = _only_user(last)
         norm = _module(network, follower)
@@ -355,7 +353,8 @@ def _fuse(network: nn.Module, graph: fx.Graph) -> None:
             layer.fold(norm)
             last, follower = follower, _only_user(follower)
         residual = _added(last, follower)
-        if residual is not None and not _changes_between(network, graph, node, follower):
+        start = source if layer.after_sign else node
+        if residual is not None and not _changes_between(network, graph, start, follower):
             last, added, follower = follower, follower, _only_user(follower)
         else:
             residual = None
@@ -369,12 +368,18 @@ def _fuse(network: nn.Module, graph: fx.Graph) -> None:
             last, gone = next(arg for arg in last.args if arg is not residual), last
             graph.erase_node(gone)
         graph.erase_node(node)
+        if layer.after_sign and not source.users:
+            graph.erase_node(source)
 
 
 def _module(network: nn.Module, node: Any) -> nn.Module | None:
     if not isinstance(node, fx.Node) or node.op != "call_module":
         return None
     return network.get_submodule(str(node.target))
+
+
+def _is_sign(network: nn.Module, node: Any) -> bool:
+    return isinstance(_module(network, node), BinaryActivation) and len(node.args) == 1
 
 
 def _only_user(node: fx.Node) -> Any:
