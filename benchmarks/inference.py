@@ -37,6 +37,7 @@ SHAPES = [  # channels, height and width, batch: the 3x3 convolutions of ResNet-
     *[(64, 32, 32), (128, 16, 32), (256, 8, 32), (512, 4, 32)],
     *[(64, 56, 1), (128, 28, 1), (256, 14, 1), (512, 7, 1)],
 ]
+PEERS = ("eager", "frozen", "int8", "ov-bin")
 Calls = dict[str, Callable[[], Any]]
 
 
@@ -219,11 +220,10 @@ def networks(threads: int, rounds: int) -> list[dict[str, Any]]:
 def show(row: dict[str, Any]) -> None:
     times = row["us"]
     cells = [f"{name} {value:9.1f}" for name, value in times.items()]
-    ratios = [
-        f"{ours}: {', '.join(f'{times[peer] / times[ours]:.2f}x {peer}' for peer in ('eager', 'frozen', 'int8', 'ov-bin') if peer in times)}"
-        for ours in ("W1A32", "W1A8", "W1A1")
-        if ours in times
-    ]
+    ratios = []
+    for ours in (name for name in ("W1A32", "W1A8", "W1A1") if name in times):
+        beside = (f"{times[peer] / times[ours]:.2f}x {peer}" for peer in PEERS if peer in times)
+        ratios.append(f"{ours}: {', '.join(beside)}")
     print(f"{row['layer']:28} us: {'  '.join(cells)}   {'   '.join(ratios)}", flush=True)
 
 
@@ -231,7 +231,7 @@ def means(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Geometric means of the ratios over the rows."""
     result: dict[str, dict[str, float]] = {}
     for ours in ("W1A32", "W1A1"):
-        for peer in ("eager", "frozen", "int8", "ov-bin"):
+        for peer in PEERS:
             ratios = [row["us"][peer] / row["us"][ours] for row in rows if peer in row["us"] and ours in row["us"]]
             if ratios:
                 result.setdefault(ours, {})[peer] = math.exp(statistics.fmean(map(math.log, ratios)))

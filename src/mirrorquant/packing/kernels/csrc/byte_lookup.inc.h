@@ -453,11 +453,13 @@ int PATH(mq_int8)(const mq_call *call) {
 
 /* ---- Few rows of floats ------------------------------------------------------------------------------------------
  *
- * With one row there are no 16 pixels to put side by side. Instead stretches of 256 inputs become integers q of 26 bits
- * relative to the largest (an error below 2^-26 of it, less than that of adding floats), a sum of four plus 2^27 is four
- * digits of 7 bits, and each digit has a byte table. Two look-ups of a digit fit a byte before they are widened.
+ * With one row there are no 16 pixels to put side by side. Instead stretches of 256 inputs become integers of 25 bits and
+ * a sign, in steps of a power of two: exact for inputs of the largest one's size, and off by at most 2^-25 of it for small
+ * ones, which is less than adding floats loses. A sum of four plus 2^27 is four digits of 7 bits, and each digit has a byte
+ * table. Two look-ups of a digit fit a byte before they are widened.
  */
-enum { STRETCH = 64, DIGITS = 4, DIGIT_BITS = 7, LARGEST = (1 << 25) - 1, DIGITS_OFFSET = 1 << 27 };
+enum { STRETCH = 64, DIGITS = 4, DIGIT_BITS = 7, INTEGER_BITS = 25, DIGITS_OFFSET = 1 << 27 };
+#define SMALLEST 1e-25f /* below, the step would not be a normal float */
 
 /* table[digit][w] of four integers. */
 static inline void digits_of(const int32_t *q, uint8_t *table) {
@@ -481,7 +483,7 @@ static inline void digits_of(const int32_t *q, uint8_t *table) {
     }
 }
 
-/* Tables [quad][digit][16] and the step of each stretch; false for an input that is not finite. */
+/* Tables [quad][digit][16] and the step of each stretch; false for inputs that are not finite, or all tiny. */
 static int digit_tables(const float *x, int64_t count, int64_t quads, uint8_t *tables, float *steps) {
     for (int64_t quad = 0; quad < quads; quad += STRETCH) {
         const int64_t first = quad * 4, here = mq_min(STRETCH * 4, count - first);
@@ -491,15 +493,13 @@ static int digit_tables(const float *x, int64_t count, int64_t quads, uint8_t *t
             largest = size > largest ? size : largest;
             check += size * 0.0f; /* a NaN for what is not finite */
         }
-        if (check != 0) return 0;
-        const float step = largest / LARGEST;
-        const int usable = step >= 1e-37f; /* else the stretch is as good as zero */
-        *steps++ = usable ? step : 0;
+        if (check != 0 || (largest > 0 && largest < SMALLEST)) return 0;
+        int exponent; /* largest < 2^exponent */
+        frexpf(largest, &exponent);
+        const float step = ldexpf(1, exponent - INTEGER_BITS), inverse = ldexpf(1, INTEGER_BITS - exponent);
+        *steps++ = step;
         int32_t q[STRETCH * 4] = {0};
-        for (int64_t i = 0; usable && i < here; i++) {
-            const float value = rintf(x[first + i] / step);
-            q[i] = (int32_t)(value > LARGEST ? LARGEST : value < -LARGEST ? -LARGEST : value);
-        }
+        for (int64_t i = 0; i < here; i++) q[i] = (int32_t)rintf(x[first + i] * inverse);
         for (int64_t i = 0; i < mq_min(STRETCH, quads - quad); i++, tables += DIGITS * 16) digits_of(q + 4 * i, tables);
     }
     return 1;
@@ -571,10 +571,10 @@ int PATH(mq_float_rows)(const mq_call *call) {
     float *steps = mq_scratch(rows * stretches * (int64_t)sizeof(float));
     float *sums = mq_scratch(call->blocks64 * BLOCK * (int64_t)sizeof(float));
     const int ready = tables && steps && sums;
-    int finite = 1;
-    for (int64_t n = 0; ready && finite && n < rows; n++)
-        finite = digit_tables(call->x + n * call->cg, call->cg, call->quads, tables + n * row, steps + n * stretches);
-    if (ready && finite) {
+    int fit = 1;
+    for (int64_t n = 0; ready && fit && n < rows; n++)
+        fit = digit_tables(call->x + n * call->cg, call->cg, call->quads, tables + n * row, steps + n * stretches);
+    if (ready && fit) {
 #pragma omp parallel for num_threads((int)threads) schedule(static) if (threads > 1)
         for (int64_t thread = 0; thread < threads; thread++) {
             const int64_t block = call->blocks64 * thread / threads, end = call->blocks64 * (thread + 1) / threads;
@@ -586,5 +586,5 @@ int PATH(mq_float_rows)(const mq_call *call) {
     free(steps);
     free(sums);
     if (!ready) return MQ_NO_MEMORY;
-    return finite ? MQ_OK : PATH(mq_float)(call);
+    return fit ? MQ_OK : PATH(mq_float)(call);
 }

@@ -35,6 +35,7 @@ typedef uint64_t tile_nibbles;
 #else
 typedef uint32_t tile_nibbles;
 #endif
+static const tile_nibbles NIBBLE_BITS = (tile_nibbles)UINT64_C(0x7878787878787878);
 
 /* The 16 pixels of a set: rows of bands of columns, so that lane l at column c is output pixel (row, first + c). */
 typedef struct {
@@ -120,6 +121,7 @@ static inline __attribute__((always_inline)) void PATH(look_up)(float *restrict 
                 const char *table = (const char *)(base[step] + pair * TABLE);
                 tile_nibbles nibbles; /* of all TILE channels in one load: load ports are what is scarce */
                 memcpy(&nibbles, nibble, TILE);
+                nibbles &= NIBBLE_BITS; /* a damaged weight stays within its table */
 #pragma GCC unroll 8
                 for (int o = 0; o < TILE; o++) {
                     const size_t index = nibbles >> 8 * o & 255; /* nibble << 3, and 64 bytes an entry */
