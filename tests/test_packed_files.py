@@ -160,6 +160,8 @@ def test_a_model_in_another_dtype_comes_back_in_it(dtype, tmp_path):
     model = network("digitsnet").to(dtype)
     mq.save(model, tmp_path / "net.safetensors")
     assert same_state(mq.unpack(mq.load(tmp_path / "net.safetensors")).eval(), model)
+    mq.save(mq.pack(network("digitsnet")).to(dtype), tmp_path / "cast.safetensors")
+    assert same_state(mq.unpack(mq.load(tmp_path / "cast.safetensors")).eval(), model)
     model.fc.float()
     mq.save(model, tmp_path / "net.safetensors")
     assert read(tmp_path / "net.safetensors").architecture is None
