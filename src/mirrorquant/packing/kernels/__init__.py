@@ -82,7 +82,8 @@ def conv2d(
         tensor([[ 8., 12., 12.,  8.],
                 [12., 18., 18., 12.]])
     """
-    result: Tensor = ops.conv2d(
+    call = ops.conv2d_now if ops.is_plain(x) else ops.conv2d
+    result: Tensor = call(
         x, prepared, shape, levels, scale, shift, residual, relu, stride, padding, dilation, groups, activation
     )
     return result
@@ -116,5 +117,6 @@ def linear(
     Returns:
         [..., O].
     """
-    result: Tensor = ops.linear(x, prepared, shape, levels, scale, shift, residual, relu, activation)
+    call = ops.linear_now if ops.is_plain(x) else ops.linear
+    result: Tensor = call(x, prepared, shape, levels, scale, shift, residual, relu, activation)
     return result

@@ -272,19 +272,32 @@ static int64_t positions_inside(const mq_layer *is, int64_t y, int64_t x) {
     return rows * columns;
 }
 
-/* PIXEL_PAIRS pairs of output pixels, one block of channels. */
-static void PATH(binary_tile)(const mq_call *call, const uint8_t *tables, const signs *in, int64_t block, int64_t tile) {
+/* A pair of output pixels, from which one steps to the next. */
+typedef struct {
+    int64_t n, y, x;
+} pair_place;
+
+static inline void next_pair(const mq_layer *is, pair_place *at) {
+    at->x += 2;
+    if (at->x < is->ow) return;
+    at->x = 0;
+    if (++at->y < is->oh) return;
+    at->y = 0;
+    at->n++;
+}
+
+/* PIXEL_PAIRS pairs of output pixels from `place` on, and one block of channels; there are `pairs` or more to do. */
+static void PATH(binary_tile)(const mq_call *call, const uint8_t *tables, const signs *in, int64_t block, pair_place *place,
+                              int64_t pairs) {
     const mq_layer *is = &call->is;
-    const int64_t pairs_in_row = mq_ceil_div(is->ow, 2), pairs = is->n * is->oh * pairs_in_row;
     const int64_t group = block / call->blocks64;
     const uint16_t *base[PIXEL_PAIRS], *at[PIXEL_PAIRS];
-    int64_t row[PIXEL_PAIRS], column[PIXEL_PAIRS];
+    pair_place places[PIXEL_PAIRS];
     for (int pair = 0; pair < PIXEL_PAIRS; pair++) {
-        const int64_t index = mq_min(tile * PIXEL_PAIRS + pair, pairs - 1);
-        row[pair] = index / pairs_in_row;
-        column[pair] = index % pairs_in_row * 2;
-        const int64_t n = row[pair] / is->oh, y = row[pair] % is->oh * is->sy;
-        base[pair] = in->offsets + (((group * is->n + n) * in->rows + y) * in->columns + column[pair] * is->sx) * call->quads;
+        places[pair] = pair < pairs ? *place : places[0];
+        if (pair < pairs) next_pair(is, place);
+        const int64_t row = (group * is->n + places[pair].n) * in->rows + places[pair].y * is->sy;
+        base[pair] = in->offsets + (row * in->columns + places[pair].x * is->sx) * call->quads;
     }
     /* Kernel columns are side by side in the input if they are not dilated: one run a kernel row. */
     const int joined = is->dx == 1;
@@ -320,13 +333,27 @@ static void PATH(binary_tile)(const mq_call *call, const uint8_t *tables, const 
             }
         }
     const int64_t missing = 4 * call->quads - call->cg;
-    for (int pixel = 0; pixel < PIXELS; pixel++) {
-        const int64_t index = tile * PIXEL_PAIRS + pixel / 2, x = column[pixel / 2] + pixel % 2;
-        if (index >= pairs || x >= is->ow) continue;
+    for (int pixel = 0; pixel < PIXELS && pixel / 2 < pairs; pixel++) {
+        const pair_place *here = &places[pixel / 2];
+        const int64_t x = here->x + pixel % 2;
+        if (x >= is->ow) continue;
         /* Channels that are not there agree with their weights, at every position but a padded one. */
-        const int64_t seen = missing ? missing * call->planes * positions_inside(is, row[pixel / 2] % is->oh, x) : 0;
+        const int64_t seen = missing ? missing * call->planes * positions_inside(is, here->y, x) : 0;
         PATH(in_order)(&counts, pixel, ordered);
-        PATH(finish_counts)(call, row[pixel / 2] * is->ow + x, block, signs_in_all - seen, ordered, large ? totals[pixel] : NULL);
+        PATH(finish_counts)(call, (here->n * is->oh + here->y) * is->ow + x, block, signs_in_all - seen, ordered,
+                            large ? totals[pixel] : NULL);
+    }
+}
+
+/* The pairs [first, end) of all blocks, counted block by block. */
+static void PATH(binary_pairs)(const mq_call *call, const uint8_t *tables, const signs *in, int64_t first, int64_t end) {
+    const mq_layer *is = &call->is;
+    const int64_t in_row = mq_ceil_div(is->ow, 2), in_block = is->n * is->oh * in_row;
+    while (first < end) {
+        const int64_t block = first / in_block, index = first % in_block, last = mq_min(end, (block + 1) * in_block);
+        pair_place place = {index / in_row / is->oh, index / in_row % is->oh, index % in_row * 2};
+        for (; first < last; first += PIXEL_PAIRS) PATH(binary_tile)(call, tables, in, block, &place, last - first);
+        first = last;
     }
 }
 
@@ -334,8 +361,8 @@ int PATH(mq_binary)(const mq_call *call) {
     const mq_layer *is = &call->is;
     signs in = {NULL, is->h + 2 * is->py, is->w + 2 * is->px};
     const int64_t rows = is->groups * is->n * in.rows, row = mq_ceil_div((in.columns + is->sx) * call->quads, 64) * 64;
-    const int64_t pairs = is->n * is->oh * mq_ceil_div(is->ow, 2), tiles = mq_ceil_div(pairs, PIXEL_PAIRS);
-    const int64_t items = is->groups * call->blocks64 * tiles, threads = mq_min(is->threads, items);
+    const int64_t pairs = is->groups * call->blocks64 * is->n * is->oh * mq_ceil_div(is->ow, 2);
+    const int64_t threads = mq_min(is->threads, mq_ceil_div(pairs, PIXEL_PAIRS));
     const int64_t table_bytes = mq_ceil_div(16 * PAIR_TABLES, 64) * 64;
     uint8_t *memory = mq_scratch(table_bytes + threads * row + rows * in.columns * call->quads * 2 + SPARE);
     if (!memory) return MQ_NO_MEMORY;
@@ -347,8 +374,7 @@ int PATH(mq_binary)(const mq_call *call) {
             PATH(make_row)(call, &in, i, memory + table_bytes + thread * row);
 #pragma omp parallel for num_threads((int)threads) schedule(static) if (threads > 1)
     for (int64_t thread = 0; thread < threads; thread++)
-        for (int64_t item = items * thread / threads; item < items * (thread + 1) / threads; item++)
-            PATH(binary_tile)(call, memory, &in, item / tiles, item % tiles);
+        PATH(binary_pairs)(call, memory, &in, pairs * thread / threads, pairs * (thread + 1) / threads);
     free(memory);
     return MQ_OK;
 }
