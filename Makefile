@@ -7,7 +7,7 @@ BIN := .venv/bin
 .venv/ready: pyproject.toml constraints.txt setup.py $(wildcard src/mirrorquant/packing/kernels/csrc/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cli,dev,images,plots]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cli,dev,images,onnx,openvino,plots]'
 	touch $@
 
 demo: .venv/ready
