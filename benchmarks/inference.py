@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import mirrorquant as mq
 from mirrorquant import models
 from mirrorquant.packing import kernels
 
@@ -157,34 +158,6 @@ def linears(threads: int, rounds: int, size: int = 4096) -> list[dict[str, Any]]
     return rows
 
 
-class PackedResNet:
-    """A ResNet-18 of binary weights run by the kernels: batch norm in scale and shift, ReLU and shortcut fused."""
-
-    def __init__(self, net: models.ResNet) -> None:
-        self.stem = self.layer(net.conv1, net.bn1)
-        self.blocks = []
-        for block in (block for stage in (net.layer1, net.layer2, net.layer3, net.layer4) for block in stage):
-            pair = None if isinstance(block.shortcut, nn.Identity) else self.layer(*block.shortcut)
-            self.blocks.append((self.layer(block.conv1, block.bn1), self.layer(block.conv2, block.bn2), pair))
-        self.fc = kernels.prepare((net.fc.weight > 0).to(torch.uint8), BINARY)
-        self.fc_shape, self.bias = tuple(net.fc.weight.shape), net.fc.bias.detach()
-
-    @staticmethod
-    def layer(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> Callable[..., Tensor]:
-        prepared = kernels.prepare((conv.weight > 0).to(torch.uint8), BINARY)
-        scale = torch.rsqrt(norm.running_var + norm.eps)
-        shift = -norm.running_mean * scale
-        options = {"shape": tuple(conv.weight.shape), "stride": conv.stride, "padding": conv.padding}
-        return lambda x, **more: kernels.conv2d(x, prepared, levels=BINARY, scale=scale, shift=shift, **options, **more)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        x = self.stem(x, relu=True)
-        for first, second, shortcut in self.blocks:
-            residual = x if shortcut is None else shortcut(x)
-            x = second(first(x, relu=True), residual=residual, relu=True)
-        return kernels.linear(x.mean((2, 3)), self.fc, shape=self.fc_shape, levels=BINARY, shift=self.bias)
-
-
 def networks(threads: int, rounds: int) -> list[dict[str, Any]]:
     net = models.resnet18().eval()
     for parameter in net.parameters():
@@ -193,7 +166,7 @@ def networks(threads: int, rounds: int) -> list[dict[str, Any]]:
         net.train()
         net(torch.randn(64, 3, 32, 32))  # batch norm's statistics, so that activations neither grow nor vanish
         net.eval()
-    packed = PackedResNet(net)
+    packed = mq.pack(net)
     rows = []
     for batch in (1, 32):
         x = torch.randn(batch, 3, 32, 32)

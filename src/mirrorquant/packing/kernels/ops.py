@@ -14,7 +14,7 @@ from mirrorquant.packing.kernels.dispatch import active
 from mirrorquant.packing.kernels.layout import full_shape
 from mirrorquant.packing.kernels.prepared import is_native, weight
 
-__all__ = ["conv2d", "linear"]
+__all__ = ["conv2d", "conv2d_now", "is_plain", "linear", "linear_now"]
 
 _LIBRARY = torch.library.Library("mirrorquant", "FRAGMENT")  # type: ignore[no-untyped-call]
 _WEIGHT = "Tensor x, Tensor prepared, int[] shape, float[] levels"
@@ -31,7 +31,7 @@ conv2d = torch.ops.mirrorquant.conv2d.default
 linear = torch.ops.mirrorquant.linear.default
 
 
-def _conv2d(
+def conv2d_now(
     x: Tensor,
     prepared: Tensor,
     shape: Sequence[int],
@@ -46,16 +46,16 @@ def _conv2d(
     groups: int,
     activation: str,
 ) -> Tensor:
-    size = conv2d_size(x, shape, stride, padding, dilation, groups, activation)
-    check_epilogue(x, size, scale, shift, residual)
+    """The operator's implementation."""
+    plan = _plan(x, shape, levels, relu, stride, padding, dilation, groups, activation)
+    check_epilogue(x, plan.size, shape[0], scale, shift, residual)
     format_ = memory_format(x)
-    plan = _plan(x, size, shape, levels, relu, stride, padding, dilation, groups, activation)
-    if plan is not None:
+    if plan.layer is not None:
         inner = x.contiguous(memory_format=torch.channels_last)
         if residual is not None:
             residual = residual.contiguous(memory_format=torch.channels_last)
-        y = torch.empty(size, memory_format=torch.channels_last)
-        if _run(plan, inner, prepared, scale, shift, residual, y):
+        y = torch.empty(plan.size, memory_format=torch.channels_last)
+        if _run(plan, plan.layer, inner, prepared, scale, shift, residual, y):
             return y.contiguous(memory_format=format_)
     y = fallback.apply(
         x,
@@ -74,7 +74,7 @@ def _conv2d(
     return y.contiguous(memory_format=format_)
 
 
-def _linear(
+def linear_now(
     x: Tensor,
     prepared: Tensor,
     shape: Sequence[int],
@@ -85,14 +85,15 @@ def _linear(
     relu: bool,
     activation: str,
 ) -> Tensor:
-    size = linear_size(x, shape, activation)
-    check_epilogue(x, size, scale, shift, residual)
+    """The operator's implementation."""
+    plan = _plan(x, shape, levels, relu, (1, 1), (0, 0), (1, 1), 1, activation)
+    check_epilogue(x, plan.size, shape[0], scale, shift, residual)
     if x.is_cuda and gpu.is_gpu(prepared, shape, levels):
         return gpu.linear(x, prepared, shape, levels, scale, shift, residual, relu, activation)
-    plan = _plan(x, size, shape, levels, relu, (1, 1), (0, 0), (1, 1), 1, activation)
-    if plan is not None:
-        y = torch.empty(size)
-        if _run(plan, x.contiguous(), prepared, scale, shift, None if residual is None else residual.contiguous(), y):
+    if plan.layer is not None:
+        y = torch.empty(plan.size)
+        residual = None if residual is None else residual.contiguous()
+        if _run(plan, plan.layer, x.contiguous(), prepared, scale, shift, residual, y):
             return y
     return fallback.apply(
         x,
@@ -106,10 +107,26 @@ def _linear(
     ).contiguous()
 
 
-class _Plan(NamedTuple):
-    """A layer as the native kernels take it, and the affine map of its levels."""
+def is_plain(x: Tensor) -> bool:
+    """Whether nothing watches operators on x: then the implementation can be called without torch's dispatcher.
 
-    layer: native.Layer
+    The dispatcher takes longer to call into Python than a small layer takes to run.
+    """
+    return (
+        type(x) is Tensor
+        and (x.is_cpu or x.is_cuda)
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._is_tracing()
+    )
+
+
+class _Plan(NamedTuple):
+    """The size of a layer's result, and how native kernels run it: the affine map of its levels, and their struct."""
+
+    size: tuple[int, ...]
+    layer: native.Layer | None
     a: float
     b: float
     relu: bool
@@ -118,7 +135,6 @@ class _Plan(NamedTuple):
 
 def _plan(
     x: Tensor,
-    size: Sequence[int],
     shape: Sequence[int],
     levels: Sequence[float],
     relu: bool,
@@ -127,52 +143,62 @@ def _plan(
     dilation: Sequence[int],
     groups: int,
     activation: str,
-) -> _Plan | None:
-    """How the native kernels run a layer; None where they do not."""
-    path = active()
-    if path == "torch" or x.dtype != torch.float32 or x.device.type != "cpu":
-        return None
-    key = (
-        x.shape,
-        *shape,
-        *levels,
-        relu,
-        *stride,
-        *padding,
-        *dilation,
-        groups,
-        activation,
-        path,
-        torch.get_num_threads(),
-    )
-    if key not in _plans:
+) -> _Plan:
+    """What a call comes to; checked and made once for all calls alike."""
+    path, threads = active(), torch.get_num_threads()
+    pairs = (*stride, None, *padding, None, *dilation, groups)
+    key = (x.shape, x.dtype, x.is_cpu, *shape, None, *levels, relu, *pairs, activation, path, threads)
+    plan = _plans.get(key)
+    if plan is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        unit = fallback.affine(levels)
-        whole = full_shape(shape)
-        if unit is None or not is_native(whole, groups, levels):
-            _plans[key] = None
-        else:
-            rows = 0 if len(shape) == 4 else x.numel() // shape[1]
-            n, c, h, w = x.shape if len(shape) == 4 else (min(rows, 1), shape[1], 1, max(rows, 1))
-            o, _, kh, kw = whole
-            oh, ow = size[2:] if len(shape) == 4 else (1, max(rows, 1))
-            window = (*stride, *padding, *dilation)
-            kind = ("float32", "binary", "int8").index(activation)
-            fused = unit[1] == 0  # else the epilogue comes after the second term of the levels
-            numbers = (len(levels), kind, relu and fused, native.number(path), torch.get_num_threads())
-            _plans[key] = _Plan(
-                native.Layer(n, h, w, c, o, kh, kw, groups, oh, ow, *window, *numbers), *unit, relu, activation
-            )
-    return _plans[key]
+        plan = _plans[key] = _new_plan(
+            x, shape, levels, relu, stride, padding, dilation, groups, activation, path, threads
+        )
+    return plan
 
 
 _MOST_PLANS = 4096
-_plans: dict[tuple[object, ...], _Plan | None] = {}
+_plans: dict[tuple[object, ...], _Plan] = {}
+
+
+def _new_plan(
+    x: Tensor,
+    shape: Sequence[int],
+    levels: Sequence[float],
+    relu: bool,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    activation: str,
+    path: str,
+    threads: int,
+) -> _Plan:
+    size: tuple[int, ...]
+    if len(shape) == 2:
+        size = linear_size(x, shape, activation)
+        rows = x.numel() // shape[1]
+        image, result = (min(rows, 1), 1, max(rows, 1), shape[1]), (1, max(rows, 1))
+    else:
+        size = conv2d_size(x, shape, stride, padding, dilation, groups, activation)
+        image, result = (x.shape[0], x.shape[2], x.shape[3], x.shape[1]), size[2:]
+    whole, unit = full_shape(shape), fallback.affine(levels)
+    native_input = path != "torch" and x.dtype == torch.float32 and x.is_cpu
+    if not native_input or unit is None or not is_native(whole, groups, levels):
+        return _Plan(size, None, 1.0, 0.0, relu, activation)
+    o, _, kh, kw = whole
+    kind = ("float32", "binary", "int8").index(activation)
+    fused = unit[1] == 0  # else the epilogue comes after the second term of the levels
+    window = (*stride, *padding, *dilation)
+    numbers = (len(levels), kind, relu and fused, native.number(path), threads)
+    layer = native.Layer(*image, o, kh, kw, groups, *result, *window, *numbers)
+    return _Plan(size, layer, *unit, relu, activation)
 
 
 def _run(
     plan: _Plan,
+    layer: native.Layer,
     x: Tensor,
     prepared: Tensor,
     scale: Tensor | None,
@@ -186,20 +212,20 @@ def _run(
     scale = None if scale is None else scale.contiguous()
     shift = None if shift is None else shift.contiguous()
     if plan.b == 0:
-        return native.run(plan.layer, x, prepared, fallback.fold(scale, plan.a, plan.layer.o, y), shift, residual, y)
-    if not native.run(plan.layer, x, prepared, None, None, None, y):
+        return native.run(layer, x, prepared, fallback.fold(scale, plan.a, layer.o, y), shift, residual, y)
+    if not native.run(layer, x, prepared, None, None, None, y):
         return False
-    y.copy_(fallback.epilogue(plan.a * y + plan.b * _window_sums(plan, x), scale, shift, residual, plan.relu))
+    sums = _window_sums(layer, plan.activation, x)
+    y.copy_(fallback.epilogue(plan.a * y + plan.b * sums, scale, shift, residual, plan.relu))
     return True
 
 
-def _window_sums(plan: _Plan, x: Tensor) -> Tensor:
+def _window_sums(layer: native.Layer, activation: str, x: Tensor) -> Tensor:
     """What a weight of ones makes of x: the second term of levels that are not symmetric about 0."""
-    layer = plan.layer
-    if plan.activation == "int8":
+    if activation == "int8":
         q, step = fallback.quantize_rows(x)
         return q.sum(-1, keepdim=True) * step
-    if plan.activation == "binary":
+    if activation == "binary":
         x = fallback.binarize(x)
     if x.dim() != 4:
         return x.sum(-1, keepdim=True)
@@ -225,7 +251,7 @@ def _conv2d_fake(
     activation: str,
 ) -> Tensor:
     size = conv2d_size(x, shape, stride, padding, dilation, groups, activation)
-    check_epilogue(x, size, scale, shift, residual)
+    check_epilogue(x, size, shape[0], scale, shift, residual)
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
 
 
@@ -241,7 +267,7 @@ def _linear_fake(
     activation: str,
 ) -> Tensor:
     size = linear_size(x, shape, activation)
-    check_epilogue(x, size, scale, shift, residual)
+    check_epilogue(x, size, shape[0], scale, shift, residual)
     return x.new_empty(size)
 
 
@@ -301,10 +327,16 @@ def linear_size(x: Tensor, shape: Sequence[int], activation: str) -> tuple[int, 
 
 
 def check_epilogue(
-    x: Tensor, size: Sequence[int], scale: Tensor | None, shift: Tensor | None, residual: Tensor | None
+    x: Tensor,
+    size: Sequence[int],
+    channels: int,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    residual: Tensor | None,
 ) -> None:
     """That scale and shift are float32 [O], and the residual is like the result."""
-    channels = size[1] if len(size) == 4 and x.dim() == 4 else size[-1]
+    if scale is None and shift is None and residual is None:
+        return
     for name, vector in (("scale", scale), ("shift", shift)):
         if vector is not None and (vector.dtype != torch.float32 or vector.shape != (channels,)):
             raise ValueError(f"{name} is {vector.dtype} {list(vector.shape)}, but it must be float32 [{channels}]")
@@ -312,7 +344,7 @@ def check_epilogue(
         raise ValueError(f"residual is {residual.dtype} {list(residual.shape)}, but it must be {x.dtype} {list(size)}")
 
 
-for _name, _implementation, _fake in (("conv2d", _conv2d, _conv2d_fake), ("linear", _linear, _linear_fake)):
+for _name, _implementation, _fake in (("conv2d", conv2d_now, _conv2d_fake), ("linear", linear_now, _linear_fake)):
     for _key in ("CPU", "CUDA"):
         _LIBRARY.impl(_name, _implementation, _key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"mirrorquant::{_name}", _fake, lib=_LIBRARY)

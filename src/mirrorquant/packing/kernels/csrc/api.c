@@ -50,6 +50,8 @@ static int derive(mq_call *call, int64_t o, int64_t cg, int64_t kh, int64_t kw, 
     call->og = o / groups;
     call->quads = mq_ceil_div(cg, 4);
     call->taps = kh * kw;
+    call->pointwise = call->taps == 1 && groups == 1;
+    call->plane_bytes = 64 * (call->pointwise ? mq_ceil_div(call->quads, 2) : call->taps * call->quads);
     call->blocks8 = mq_ceil_div(call->og, 8);
     call->blocks64 = mq_ceil_div(call->og, 64);
     return 1;
@@ -60,7 +62,7 @@ static parts parts_of(const mq_call *call, int64_t groups) {
     parts at;
     at.by_pixel = HEADER_BYTES;
     at.by_channel = at.by_pixel + groups * call->blocks8 * nibbles * 8;
-    at.total = at.by_channel + groups * call->blocks64 * nibbles * 64;
+    at.total = at.by_channel + groups * call->blocks64 * call->planes * call->plane_bytes;
     return at;
 }
 
@@ -80,9 +82,12 @@ static int64_t at_pixel(const mq_call *call, int64_t kw, int64_t kh, int64_t gro
 }
 
 static int64_t at_channel(const mq_call *call, int64_t group, int64_t o, int64_t plane, int64_t tap, int64_t quad) {
-    const int64_t block = group * call->blocks64 + o / 64;
-    return (((block * call->planes + plane) * call->taps + tap) * call->quads + quad) * 64 + o % 64;
+    const int64_t block = group * call->blocks64 + o / 64, step = call->pointwise ? quad / 2 : tap * call->quads + quad;
+    return (block * call->planes + plane) * call->plane_bytes + step * 64 + o % 64;
 }
+
+/* Bits by which a nibble is shifted in its byte of the byte layout. */
+static int at_bit(const mq_call *call, int64_t quad) { return call->pointwise && quad % 2 ? 4 : 0; }
 
 /* Level indices [O, C/groups, kh, kw] to a prepared weight of mq_prepared_bytes. A set bit is +1; the planes of {-1, 0, +1}
  * are "at least 0" and "+1". */
@@ -107,7 +112,8 @@ MQ_API int mq_prepare(const uint8_t *codes, int64_t o, int64_t cg, int64_t kh, i
                         nibble |= (unsigned)(code[(quad * 4 + i) * call.taps] > plane) << i;
                     prepared[at.by_pixel + at_pixel(&call, kw, kh, group, in_group, plane, tap / kw, tap % kw, quad)] =
                         (uint8_t)(nibble << 3);
-                    prepared[at.by_channel + at_channel(&call, group, in_group, plane, tap, quad)] = (uint8_t)nibble;
+                    prepared[at.by_channel + at_channel(&call, group, in_group, plane, tap, quad)] |=
+                        (uint8_t)(nibble << at_bit(&call, quad));
                 }
             }
     return MQ_OK;
@@ -136,7 +142,7 @@ MQ_API int mq_decode(const uint8_t *prepared, int64_t bytes, int64_t o, int64_t 
                 uint8_t code = 0;
                 for (int64_t plane = 0; plane < call.planes; plane++) {
                     const int64_t place = at_channel(&call, out / call.og, out % call.og, plane, tap, in / 4);
-                    code = (uint8_t)(code + ((prepared[at.by_channel + place] >> (in % 4)) & 1));
+                    code = (uint8_t)(code + ((prepared[at.by_channel + place] >> (in % 4 + at_bit(&call, in / 4))) & 1));
                 }
                 codes[(out * cg + in) * call.taps + tap] = code;
             }

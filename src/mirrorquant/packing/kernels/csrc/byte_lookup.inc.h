@@ -170,7 +170,7 @@ typedef struct {
 } word_counts;
 
 /* Adds a run of at most RUN quads. */
-static inline void PATH(count_run)(const uint8_t *tables, const uint16_t *const *at, int64_t start, int64_t length,
+static inline __attribute__((always_inline)) void PATH(count_run)(const uint8_t *tables, const uint16_t *const *at, int64_t start, int64_t length,
                                    const uint8_t *weights, word_counts *counts) {
     const bytes low_half = set8(15);
     bytes all[PIXEL_PAIRS][VECTORS], high[PIXEL_PAIRS][VECTORS];
@@ -272,19 +272,32 @@ static int64_t positions_inside(const mq_layer *is, int64_t y, int64_t x) {
     return rows * columns;
 }
 
-/* PIXEL_PAIRS pairs of output pixels, one block of channels. */
-static void PATH(binary_tile)(const mq_call *call, const uint8_t *tables, const signs *in, int64_t block, int64_t tile) {
+/* A pair of output pixels, from which one steps to the next. */
+typedef struct {
+    int64_t n, y, x;
+} pair_place;
+
+static inline void next_pair(const mq_layer *is, pair_place *at) {
+    at->x += 2;
+    if (at->x < is->ow) return;
+    at->x = 0;
+    if (++at->y < is->oh) return;
+    at->y = 0;
+    at->n++;
+}
+
+/* PIXEL_PAIRS pairs of output pixels from `place` on, and one block of channels; there are `pairs` or more to do. */
+static void PATH(binary_tile)(const mq_call *call, const uint8_t *tables, const signs *in, const uint8_t *weights,
+                              int64_t block, pair_place *place, int64_t pairs) {
     const mq_layer *is = &call->is;
-    const int64_t pairs_in_row = mq_ceil_div(is->ow, 2), pairs = is->n * is->oh * pairs_in_row;
     const int64_t group = block / call->blocks64;
     const uint16_t *base[PIXEL_PAIRS], *at[PIXEL_PAIRS];
-    int64_t row[PIXEL_PAIRS], column[PIXEL_PAIRS];
+    pair_place places[PIXEL_PAIRS];
     for (int pair = 0; pair < PIXEL_PAIRS; pair++) {
-        const int64_t index = mq_min(tile * PIXEL_PAIRS + pair, pairs - 1);
-        row[pair] = index / pairs_in_row;
-        column[pair] = index % pairs_in_row * 2;
-        const int64_t n = row[pair] / is->oh, y = row[pair] % is->oh * is->sy;
-        base[pair] = in->offsets + (((group * is->n + n) * in->rows + y) * in->columns + column[pair] * is->sx) * call->quads;
+        places[pair] = pair < pairs ? *place : places[0];
+        if (pair < pairs) next_pair(is, place);
+        const int64_t row = (group * is->n + places[pair].n) * in->rows + places[pair].y * is->sy;
+        base[pair] = in->offsets + (row * in->columns + places[pair].x * is->sx) * call->quads;
     }
     /* Kernel columns are side by side in the input if they are not dilated: one run a kernel row. */
     const int joined = is->dx == 1;
@@ -298,7 +311,6 @@ static void PATH(binary_tile)(const mq_call *call, const uint8_t *tables, const 
     memset(&counts, 0, sizeof counts);
     if (large) memset(totals, 0, sizeof totals);
     int64_t counted = 0;
-    const uint8_t *weights = call->by_channel + block * call->planes * call->taps * call->quads * BLOCK;
     for (int64_t plane = 0; plane < call->planes; plane++)
         for (int64_t run = 0; run < runs; run++) {
             const int64_t ky = joined ? run : run / is->kw, kx = joined ? 0 : run % is->kw;
@@ -320,13 +332,44 @@ static void PATH(binary_tile)(const mq_call *call, const uint8_t *tables, const 
             }
         }
     const int64_t missing = 4 * call->quads - call->cg;
-    for (int pixel = 0; pixel < PIXELS; pixel++) {
-        const int64_t index = tile * PIXEL_PAIRS + pixel / 2, x = column[pixel / 2] + pixel % 2;
-        if (index >= pairs || x >= is->ow) continue;
+    for (int pixel = 0; pixel < PIXELS && pixel / 2 < pairs; pixel++) {
+        const pair_place *here = &places[pixel / 2];
+        const int64_t x = here->x + pixel % 2;
+        if (x >= is->ow) continue;
         /* Channels that are not there agree with their weights, at every position but a padded one. */
-        const int64_t seen = missing ? missing * call->planes * positions_inside(is, row[pixel / 2] % is->oh, x) : 0;
+        const int64_t seen = missing ? missing * call->planes * positions_inside(is, here->y, x) : 0;
         PATH(in_order)(&counts, pixel, ordered);
-        PATH(finish_counts)(call, row[pixel / 2] * is->ow + x, block, signs_in_all - seen, ordered, large ? totals[pixel] : NULL);
+        PATH(finish_counts)(call, (here->n * is->oh + here->y) * is->ow + x, block, signs_in_all - seen, ordered,
+                            large ? totals[pixel] : NULL);
+    }
+}
+
+/* The nibbles of a pointwise layer's block, one a byte. */
+static void PATH(spread_block)(const mq_call *call, const uint8_t *weights, uint8_t *out) {
+    const bytes low_half = set8(15);
+    for (int64_t plane = 0; plane < call->planes; plane++, weights += call->plane_bytes)
+        for (int64_t quad = 0; quad < call->quads; quad += 2)
+            for (int v = 0; v < BLOCK; v += BYTES) {
+                const bytes two = load(weights + quad / 2 * BLOCK + v);
+                uint8_t *to = out + (plane * call->quads + quad) * BLOCK + v;
+                store(to, and_(two, low_half));
+                if (quad + 1 < call->quads) store(to + BLOCK, and_(right16(two, 4), low_half));
+            }
+}
+
+/* The pairs [first, end) of all blocks, counted block by block; nibbles has room for a pointwise layer's block. */
+static void PATH(binary_pairs)(const mq_call *call, const uint8_t *tables, const signs *in, int64_t first, int64_t end,
+                               uint8_t *nibbles) {
+    const mq_layer *is = &call->is;
+    const int64_t in_row = mq_ceil_div(is->ow, 2), in_block = is->n * is->oh * in_row;
+    while (first < end) {
+        const int64_t block = first / in_block, index = first % in_block, last = mq_min(end, (block + 1) * in_block);
+        const uint8_t *weights = call->by_channel + block * call->planes * call->plane_bytes;
+        if (call->pointwise) PATH(spread_block)(call, weights, nibbles);
+        pair_place place = {index / in_row / is->oh, index / in_row % is->oh, index % in_row * 2};
+        for (; first < last; first += PIXEL_PAIRS)
+            PATH(binary_tile)(call, tables, in, call->pointwise ? nibbles : weights, block, &place, last - first);
+        first = last;
     }
 }
 
@@ -334,21 +377,22 @@ int PATH(mq_binary)(const mq_call *call) {
     const mq_layer *is = &call->is;
     signs in = {NULL, is->h + 2 * is->py, is->w + 2 * is->px};
     const int64_t rows = is->groups * is->n * in.rows, row = mq_ceil_div((in.columns + is->sx) * call->quads, 64) * 64;
-    const int64_t pairs = is->n * is->oh * mq_ceil_div(is->ow, 2), tiles = mq_ceil_div(pairs, PIXEL_PAIRS);
-    const int64_t items = is->groups * call->blocks64 * tiles, threads = mq_min(is->threads, items);
+    const int64_t pairs = is->groups * call->blocks64 * is->n * is->oh * mq_ceil_div(is->ow, 2);
+    const int64_t threads = mq_min(is->threads, mq_ceil_div(pairs, PIXEL_PAIRS));
     const int64_t table_bytes = mq_ceil_div(16 * PAIR_TABLES, 64) * 64;
-    uint8_t *memory = mq_scratch(table_bytes + threads * row + rows * in.columns * call->quads * 2 + SPARE);
+    const int64_t spread = call->pointwise ? call->planes * call->quads * BLOCK : 0, own = row + spread;
+    uint8_t *memory = mq_scratch(table_bytes + threads * own + rows * in.columns * call->quads * 2 + SPARE);
     if (!memory) return MQ_NO_MEMORY;
     make_pair_tables(memory);
-    in.offsets = (uint16_t *)(memory + table_bytes + threads * row);
+    in.offsets = (uint16_t *)(memory + table_bytes + threads * own);
 #pragma omp parallel for num_threads((int)threads) schedule(static) if (threads > 1)
     for (int64_t thread = 0; thread < threads; thread++)
         for (int64_t i = rows * thread / threads; i < rows * (thread + 1) / threads; i++)
-            PATH(make_row)(call, &in, i, memory + table_bytes + thread * row);
+            PATH(make_row)(call, &in, i, memory + table_bytes + thread * own);
 #pragma omp parallel for num_threads((int)threads) schedule(static) if (threads > 1)
     for (int64_t thread = 0; thread < threads; thread++)
-        for (int64_t item = items * thread / threads; item < items * (thread + 1) / threads; item++)
-            PATH(binary_tile)(call, memory, &in, item / tiles, item % tiles);
+        PATH(binary_pairs)(call, memory, &in, pairs * thread / threads, pairs * (thread + 1) / threads,
+                           memory + table_bytes + thread * own + row);
     free(memory);
     return MQ_OK;
 }
@@ -395,29 +439,29 @@ static void int8_tables(const int32_t *q, int64_t quads, uint8_t *tables) {
 
 /* The sums of a row with one vector of channels. */
 static void PATH(int8_dot)(const mq_call *call, const uint8_t *tables, const uint8_t *weights, int32_t *sums) {
-    const bytes low_byte = set16(255);
+    const bytes low_byte = set16(255), low_half = set8(15);
     bytes total[4] = {set8(0), set8(0), set8(0), set8(0)};
-    const int64_t steps = call->planes * call->quads;
-    for (int64_t start = 0; start < steps; start += INT8_RUN) {
-        const int64_t end = mq_min(steps, start + INT8_RUN);
-        bytes all = set8(0), odd = set8(0), upper = set8(0);
-        for (int64_t i = start; i < end; i++) {
-            const bytes nibbles = load(weights + i * BLOCK);
-            const uint8_t *table = tables + (i < call->quads ? i : i - call->quads) * 32;
-            const bytes lower = shuffle(repeat16(table), nibbles);
-            all = add16(all, lower);
-            odd = add16(odd, right16(lower, 8));
-            upper = add8(upper, shuffle(repeat16(table + 16), nibbles));
-            __asm__ volatile("" : "+v"(all), "+v"(odd), "+v"(upper)); /* else GCC reorders and spills */
+    for (int64_t plane = 0; plane < call->planes; plane++, weights += call->plane_bytes)
+        for (int64_t start = 0; start < call->quads; start += INT8_RUN) {
+            const int64_t end = mq_min(call->quads, start + INT8_RUN);
+            bytes all = set8(0), odd = set8(0), upper = set8(0), two = set8(0);
+            for (int64_t quad = start; quad < end; quad++) {
+                two = quad % 2 ? right16(two, 4) : load(weights + quad / 2 * BLOCK);
+                const bytes nibbles = and_(two, low_half), lower = shuffle(repeat16(tables + quad * 32), nibbles);
+                all = add16(all, lower);
+                odd = add16(odd, right16(lower, 8));
+                upper = add8(upper, shuffle(repeat16(tables + quad * 32 + 16), nibbles));
+                __asm__ volatile("" : "+v"(all), "+v"(odd), "+v"(upper)); /* else GCC reorders and spills */
+            }
+            bytes part[4];
+            combine(part, sub16(all, left16(odd, 8)), odd, and_(upper, low_byte), right16(upper, 8), 256);
+            for (int i = 0; i < 4; i++) total[i] = add32(total[i], part[i]);
         }
-        bytes part[4];
-        combine(part, sub16(all, left16(odd, 8)), odd, and_(upper, low_byte), right16(upper, 8), 256);
-        for (int i = 0; i < 4; i++) total[i] = add32(total[i], part[i]);
-    }
     for (int i = 0; i < 4; i++) {
         int32_t numbers[NUMBERS];
         store(numbers, total[i]);
-        for (int j = 0; j < NUMBERS; j++) sums[channel_of(i, j)] = numbers[j] - (int32_t)(INT8_OFFSET * steps);
+        for (int j = 0; j < NUMBERS; j++)
+            sums[channel_of(i, j)] = numbers[j] - (int32_t)(INT8_OFFSET * call->planes * call->quads);
     }
 }
 
@@ -440,7 +484,7 @@ int PATH(mq_int8)(const mq_call *call) {
                 float values[BLOCK];
                 for (int v = 0; v < VECTORS; v++)
                     PATH(int8_dot)(call, tables + n * row,
-                                   call->by_channel + block * call->planes * call->quads * BLOCK + v * BYTES, sums + v * BYTES);
+                                   call->by_channel + block * call->planes * call->plane_bytes + v * BYTES, sums + v * BYTES);
                 for (int o = 0; o < BLOCK; o++) values[o] = (float)sums[o] * steps[n];
                 finish_block(call, n, block, values);
             }
@@ -505,14 +549,18 @@ static int digit_tables(const float *x, int64_t count, int64_t quads, uint8_t *t
     return 1;
 }
 
-/* sums (in the order of combine) += one stretch of a row with one vector of channels. */
-static inline void PATH(float_stretch)(const uint8_t *table, float step, const uint8_t *weights, int64_t length, float *sums) {
+/* sums (in the order of combine) += one stretch of a row with one vector of channels. The weights that come next are
+ * `ahead` bytes on: too far for the processor to guess. */
+static inline __attribute__((always_inline)) void PATH(float_stretch)(const uint8_t *table, float step, const uint8_t *weights, int64_t ahead,
+                                       int64_t length, float *sums) {
     bytes all[DIGITS], odd[DIGITS];
 #pragma GCC unroll 4
     for (int digit = 0; digit < DIGITS; digit++) all[digit] = odd[digit] = set8(0);
+    const bytes low_half = set8(15);
     int64_t i = 0;
-    for (; i + 2 <= length; i += 2, weights += 2 * BLOCK, table += 2 * DIGITS * 16) {
-        const bytes first = load(weights), second = load(weights + BLOCK);
+    for (; i + 2 <= length; i += 2, weights += BLOCK, table += 2 * DIGITS * 16) {
+        const bytes two = load(weights), first = and_(two, low_half), second = and_(right16(two, 4), low_half);
+        _mm_prefetch((const char *)weights + ahead, _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int digit = 0; digit < DIGITS; digit++) {
             const bytes sum = add8(shuffle(repeat16(table + digit * 16), first),
@@ -525,7 +573,7 @@ static inline void PATH(float_stretch)(const uint8_t *table, float step, const u
     for (; i < length; i++, weights += BLOCK, table += DIGITS * 16)
 #pragma GCC unroll 4
         for (int digit = 0; digit < DIGITS; digit++) {
-            const bytes sum = shuffle(repeat16(table + digit * 16), load(weights));
+            const bytes sum = shuffle(repeat16(table + digit * 16), and_(load(weights), low_half));
             all[digit] = add16(all[digit], sum);
             odd[digit] = add16(odd[digit], right16(sum, 8));
         }
@@ -548,11 +596,13 @@ static void PATH(float_row)(const mq_call *call, int64_t row, const uint8_t *tab
     memset(sums, 0, (size_t)((end - block) * BLOCK) * sizeof(float));
     for (int64_t start = 0; start < call->quads; start += STRETCH)
         for (int64_t b = block; b < end; b++)
-            for (int64_t plane = 0; plane < call->planes; plane++)
+            for (int64_t plane = 0; plane < call->planes; plane++) {
+                const uint8_t *weights = call->by_channel + (b * call->planes + plane) * call->plane_bytes + start / 2 * BLOCK;
                 for (int v = 0; v < VECTORS; v++)
-                    PATH(float_stretch)(tables + start * DIGITS * 16, steps[start / STRETCH],
-                                        call->by_channel + ((b * call->planes + plane) * call->quads + start) * BLOCK + v * BYTES,
-                                        mq_min(STRETCH, call->quads - start), sums + (b - block) * BLOCK + v * BYTES);
+                    PATH(float_stretch)(tables + start * DIGITS * 16, steps[start / STRETCH], weights + v * BYTES,
+                                        call->plane_bytes, mq_min(STRETCH, call->quads - start),
+                                        sums + (b - block) * BLOCK + v * BYTES);
+            }
     for (int64_t b = block; b < end; b++, sums += BLOCK) {
         float values[BLOCK];
         for (int v = 0; v < VECTORS; v++)

@@ -52,9 +52,12 @@ typedef struct {
     int64_t cg, og;               /* channels of one group, in and out */
     int64_t quads;                /* nibbles that hold the channels of one group: ceil(cg / 4) */
     int64_t taps;                 /* kh * kw */
+    int64_t pointwise;            /* whether this is a linear layer or a 1x1 convolution, in one group */
+    int64_t plane_bytes;          /* from one plane of a block to the next, in by_channel */
     int64_t blocks8, blocks64;    /* blocks of output channels of one group, in the two layouts */
     const uint8_t *by_pixel;      /* float layout  [group][blocks8][ky * quads + quad][plane * kw + kx][8], nibble << 3 */
-    const uint8_t *by_channel;    /* byte layout   [group][blocks64][plane][ky][kx][quad][64], one nibble a byte */
+    const uint8_t *by_channel;    /* byte layout   [group][blocks64][plane][ky][kx][quad][64], one nibble a byte; a
+                                     pointwise layer [blocks64][plane][ceil(quads / 2)][64], two: it streams its weights */
     const float *x, *scale, *shift, *residual; /* scale and shift have entries for whole blocks of 64 channels */
     float *y;
 } mq_call;

@@ -6,7 +6,7 @@
 /* Few rows leave most lanes empty, which is still less work than as many products. */
 int mq_float_rows_portable(const mq_call *call) { return mq_float_portable(call); }
 
-enum { CHANNELS = 64 };
+enum { CHANNELS = 64, RUN = 63 /* quads whose counts fit a byte */ };
 
 /* The nibbles of sign(x) of one pixel's channels; a set bit is +1, as it is for the weights. */
 static void sign_nibbles(const float *x, int64_t channels, uint8_t *nibble) {
@@ -18,20 +18,20 @@ static void sign_nibbles(const float *x, int64_t channels, uint8_t *nibble) {
 }
 
 /* counts[o] += the number of channels whose signs differ, for 64 output channels. Bits are counted side by side in bytes. */
-static void count_differences(const uint8_t *restrict weights, const uint8_t *restrict nibble, int64_t quads,
-                              int32_t *restrict counts) {
-    while (quads > 0) {
-        const int64_t some = mq_min(quads, 63); /* 63 * 4 fits a byte */
+static void count_differences(const uint8_t *restrict weights, int64_t pointwise, const uint8_t *restrict nibble,
+                              int64_t quads, int32_t *restrict counts) {
+    for (int64_t start = 0; start < quads; start += RUN) {
         uint8_t sums[CHANNELS] = {0};
-        for (int64_t quad = 0; quad < some; quad++, weights += CHANNELS)
+        for (int64_t quad = start; quad < mq_min(quads, start + RUN); quad++) {
+            const uint8_t *w = weights + (pointwise ? quad / 2 : quad) * CHANNELS;
+            const int shift = pointwise && quad % 2 ? 4 : 0; /* a pointwise layer has two nibbles a byte */
             for (int o = 0; o < CHANNELS; o++) {
-                const uint8_t differ = weights[o] ^ nibble[quad];
+                const uint8_t differ = (w[o] >> shift & 15) ^ nibble[quad];
                 const uint8_t twos = (uint8_t)(differ - (differ >> 1 & 5));
                 sums[o] = (uint8_t)(sums[o] + (twos & 3) + (twos >> 2));
             }
+        }
         for (int o = 0; o < CHANNELS; o++) counts[o] += sums[o];
-        nibble += some;
-        quads -= some;
     }
 }
 
@@ -57,9 +57,9 @@ int mq_binary_portable(const mq_call *call) {
                 const int64_t iy = y * is->sy - is->py + tap / is->kw * is->dy;
                 const int64_t ix = x * is->sx - is->px + tap % is->kw * is->dx;
                 if (iy < 0 || iy >= is->h || ix < 0 || ix >= is->w) continue;
-                const int64_t at = ((block * call->planes + plane) * call->taps + tap) * call->quads * CHANNELS;
+                const int64_t at = (block * call->planes + plane) * call->plane_bytes + tap * call->quads * CHANNELS;
                 const uint8_t *nibble = nibbles + ((n * is->h + iy) * is->w + ix) * row + group * call->quads;
-                count_differences(call->by_channel + at, nibble, call->quads, counts);
+                count_differences(call->by_channel + at, call->pointwise, nibble, call->quads, counts);
                 products += call->cg;
             }
         const int64_t first = block % call->blocks64 * CHANNELS, place = pixel * is->o + group * call->og + first;
@@ -88,11 +88,13 @@ int mq_int8_portable(const mq_call *call) {
     for (int64_t block = 0; block < call->blocks64; block++)
         for (int64_t n = 0; n < rows; n++) {
             int32_t sums[CHANNELS] = {0};
-            const uint8_t *weights = call->by_channel + block * call->planes * call->quads * CHANNELS;
-            for (int64_t at = 0; at < call->planes * call->quads; at++, weights += CHANNELS) {
-                const int32_t *q = quantized + (n * call->quads + at % call->quads) * 4;
+            for (int64_t at = 0; at < call->planes * call->quads; at++) {
+                const int64_t plane = at / call->quads, quad = at % call->quads;
+                const int32_t *q = quantized + (n * call->quads + quad) * 4;
+                const uint8_t *weights =
+                    call->by_channel + (block * call->planes + plane) * call->plane_bytes + quad / 2 * CHANNELS;
                 for (int o = 0; o < CHANNELS; o++) {
-                    const int32_t w = weights[o];
+                    const int32_t w = weights[o] >> 4 * (quad % 2) & 15;
                     sums[o] += (2 * (w & 1) - 1) * q[0] + ((w & 2) - 1) * q[1] + ((w & 4) / 2 - 1) * q[2] + ((w & 8) / 4 - 1) * q[3];
                 }
             }
