@@ -114,11 +114,12 @@ static inline __attribute__((always_inline)) void PATH(look_up)(float *restrict 
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++) acc[o][part] = (vec){0};
         const uint8_t *nibble = weights + first;
+        const float *near[3] = {base[0], base[steps > 1], base[steps > 2 ? 2 : 0]}; /* in registers, unlike base itself */
 #pragma GCC unroll 24
         for (int64_t pair = 0; pair < pairs; pair++)
 #pragma GCC unroll 3
             for (int64_t step = 0; step < steps; step++, nibble += 8) {
-                const char *table = (const char *)(base[step] + pair * TABLE);
+                const char *table = (const char *)((steps <= 3 ? near[step] : base[step]) + pair * TABLE);
                 tile_nibbles nibbles; /* of all TILE channels in one load: load ports are what is scarce */
                 memcpy(&nibbles, nibble, TILE);
                 nibbles &= NIBBLE_BITS; /* a damaged weight stays within its table */
