@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow sanitize lint clean
 
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml constraints.txt setup.py $(wildcard src/mirrorquant/packing/kernels/csrc/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cli,dev,images,plots]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cli,dev,images,onnx,openvino,plots]'
 	touch $@
 
 demo: .venv/ready
@@ -23,6 +23,18 @@ test: lint
 
 test-slow: .venv/ready
 	$(BIN)/pytest -n 2 -m slow
+
+# The native kernels on random layers, under the address and undefined-behaviour sanitizers.
+CSRC := src/mirrorquant/packing/kernels/csrc
+SANITIZE := $(CC) -O1 -g -std=gnu11 -fsanitize=address,undefined -fno-sanitize-recover -ffp-contract=off -I$(CSRC)
+sanitize:
+	mkdir -p build/sanitize
+	$(SANITIZE) -DMQ_HAVE_AVX2 -DMQ_HAVE_AVX512 -c $(CSRC)/api.c -o build/sanitize/api.o
+	$(SANITIZE) -c $(CSRC)/path_portable.c -o build/sanitize/portable.o
+	$(SANITIZE) -mavx2 -mfma -c $(CSRC)/path_avx2.c -o build/sanitize/avx2.o
+	$(SANITIZE) -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -c $(CSRC)/path_avx512.c -o build/sanitize/avx512.o
+	$(SANITIZE) tests/kernels_fuzz.c build/sanitize/*.o -lm -o build/sanitize/kernels_fuzz
+	build/sanitize/kernels_fuzz 2000
 
 clean:
 	rm -rf .venv build dist

@@ -1,5 +1,6 @@
 """The command line: every command, what it prints for people and for programs, and how it fails."""
 
+import hashlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import time
 import pytest
 
 from mirrorquant.cli import main
+from mirrorquant.packing import kernels
 from mirrorquant.train import recipes
 
 TINY = ["iterations=6", "batch_size=16", "eval_every=3", "log_every=2", "checkpoint_every=4", "histogram_every=2"]
@@ -89,6 +91,75 @@ def test_summary_counts_bits_and_bytes(run_folder, capsys):
     assert " 32 bit:" in capsys.readouterr().out
 
 
+def test_a_run_is_packed_evaluated_summarized_and_exported(run_folder, capsys):
+    packed = run_folder / "packed.safetensors"
+    expected = json.loads((run_folder / "summary.json").read_text())["test_accuracy"]
+    capsys.readouterr()
+    assert main(["pack", str(run_folder)]) == 0
+    size = packed.stat().st_size
+    assert f"wrote {packed}: {size:,} bytes; in float32 226,240: {226_240 / size:.1f} times" in capsys.readouterr().out
+    assert main(["pack", str(run_folder / "best.mq"), "-o", str(run_folder / "again.safetensors"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"] == size
+    assert (run_folder / "again.safetensors").read_bytes() == packed.read_bytes()
+
+    assert main(["summary", str(packed)]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"conv3\.weight +64x64x3x3 +-1, \+1 +1 +4,608 +147,456", told)
+    assert f"{size:,} bytes on disk" in told
+    assert hashlib.sha256(packed.read_bytes()).hexdigest() in told
+    assert main(["summary", str(packed), "--json"]) == 0
+    about = json.loads(capsys.readouterr().out)["about"]
+    assert (about["data"], about["shape"], about["levels"]) == ("digits", [1, 8, 8], "binary")
+
+    assert main(["eval", str(packed), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy"] == pytest.approx(expected)
+    assert main(["eval", str(packed), "--split", "val"]) == 0
+    assert f"{size:,} bytes, run packed: {kernels.describe()}" in capsys.readouterr().out
+
+    assert main(["export", str(packed), "--to", "onnx"]) == 0
+    assert f"mirrorquant eval {run_folder}/packed.onnx --data digits" in capsys.readouterr().out
+    assert main(["eval", str(run_folder / "packed.onnx"), "--data", "digits", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy"] == pytest.approx(expected)
+    assert main(["export", str(run_folder), "--to", "openvino", "-o", str(run_folder / "net.xml")]) == 0
+    assert (run_folder / "net.bin").stat().st_size < 10_000
+
+    assert main(["kernels"]) == 0
+    assert capsys.readouterr().out.endswith(kernels.describe() + "\n")
+
+
+def test_a_model_of_ones_own_is_named_for_its_packed_file(tmp_path, monkeypatch, capsys):
+    code = "from torch import nn\ndef net(classes): return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))\n"
+    (tmp_path / "ownnet.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["train", *TINY, "model=ownnet:net", "--out", "run", "--quiet"]) == 0
+    assert main(["pack", "run"]) == 0
+    assert main(["eval", "run/packed.safetensors"]) == 1
+    assert "pass one of the same structure" in capsys.readouterr().err
+    assert main(["eval", "run/packed.safetensors", "--model", "ownnet:net"]) == 0
+    assert main(["export", "run/packed.safetensors", "--to", "onnx", "--model", "ownnet:net"]) == 0
+
+
+def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys):
+    assert main(["train", "digits/digitsnet/ref", *TINY, "--out", str(tmp_path / "ref"), "--quiet"]) == 0
+    broken = tmp_path / "broken.safetensors"
+    assert main(["pack", str(run_folder), "-o", str(broken)]) == 0
+    broken.write_bytes(broken.read_bytes()[:-1])
+    capsys.readouterr()
+    for arguments, message in (
+        (["pack", str(tmp_path / "ref")], "is a float network: only a quantized one has bits to pack"),
+        (["summary", str(broken)], "broken.safetensors is damaged or was altered"),
+        (["eval", str(broken)], "broken.safetensors is damaged or was altered"),
+        (["export", str(broken), "--to", "onnx"], "broken.safetensors is damaged or was altered"),
+        (["eval", str(tmp_path / "no.onnx"), "--data", "digits"], "no.onnx cannot be read by ONNX Runtime"),
+        (["eval", str(tmp_path / "no.onnx")], "tell by --data"),
+    ):
+        assert main(arguments) == 1, arguments
+        told = capsys.readouterr().err
+        assert message in told
+        assert told.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -130,7 +201,7 @@ def test_wrong_flags_are_usage_errors(capsys):
 def test_help_shows_an_example_for_each_command(capsys):
     assert main([]) == 2
     commands = re.findall(r"^    (\w+)  ", capsys.readouterr().out, re.M)
-    assert len(commands) == 9
+    assert len(commands) == 12
     for command in commands:
         with pytest.raises(SystemExit):
             main([command, "--help"])
@@ -165,7 +236,7 @@ def test_every_command_of_the_readme_runs(tmp_path, monkeypatch, pytestconfig, c
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     commands = readme_commands(root)
-    assert len(commands) == 12
+    assert len(commands) == 17
     for command in commands:
         program, *arguments = shlex.split(command)
         if program == "make":

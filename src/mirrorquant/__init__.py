@@ -1,15 +1,17 @@
 """mirrorquant: neural networks whose weights take only a few values, trained by mirror descent.
 
-Implements "Mirror Descent View for Neural Network Quantization" (Ajanthan, Gupta, Torr, Hartley, Dokania; AISTATS 2021)
-for any PyTorch model: wrap an optimizer in ``MirrorDescent``, train as usual, ``finalize()``.
+Implements "Mirror Descent View for Neural Network Quantization" (Ajanthan, Gupta, Torr, Hartley, Dokania; AISTATS
+2021) for any PyTorch model: wrap an optimizer in ``MirrorDescent``, train as usual, ``finalize()``, and ``save`` it at
+one bit a weight.
 """
 
-from mirrorquant import anneal, methods, mirrors, theory
+from mirrorquant import anneal, methods, mirrors, models, nn, theory
 from mirrorquant._version import __version__
 from mirrorquant.levels import BINARY, TERNARY, Levels
 from mirrorquant.methods import Method
 from mirrorquant.mirrors import Mirror, mirror_from
 from mirrorquant.optimizer import MirrorDescent
+from mirrorquant.packing import PackedModel, PackError, export, load, pack, save, unpack
 from mirrorquant.select import split
 
 __all__ = [
@@ -19,11 +21,20 @@ __all__ = [
     "Method",
     "Mirror",
     "MirrorDescent",
+    "PackError",
+    "PackedModel",
     "__version__",
     "anneal",
+    "export",
+    "load",
     "methods",
     "mirror_from",
     "mirrors",
+    "models",
+    "nn",
+    "pack",
+    "save",
     "split",
     "theory",
+    "unpack",
 ]

@@ -7,6 +7,8 @@
     mirrorquant compare                                           float, BinaryConnect and MD-tanh-S side by side
     mirrorquant eval runs/NAME                                    the best rounded network of a run, on the test set
     mirrorquant recipes cifar10/resnet18                          what there is, and with which hyperparameters
+    mirrorquant pack runs/NAME                                    that network at one bit a weight, in a file
+    mirrorquant export runs/NAME --to onnx                        the same for other runtimes
 
 Exit codes: 0 done; 1 a problem that the message explains; 2 wrong usage; 130 and 143 interrupted, with a checkpoint.
 """
@@ -14,6 +16,7 @@ Exit codes: 0 done; 1 a problem that the message explains; 2 wrong usage; 130 an
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import json
 import re
@@ -22,9 +25,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mirrorquant import methods
+from torch import nn
+
+from mirrorquant import methods, models, packing
 from mirrorquant._version import __version__
 from mirrorquant.data import load
+from mirrorquant.packing import PackError, kernels
 from mirrorquant.train import checkpoint, plots, recipes
 from mirrorquant.train.config import Config, ConfigError
 from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, layers
@@ -34,12 +40,14 @@ from mirrorquant.train.tables import (
     TableError,
     compare_row,
     compare_table,
+    levels_label,
     results_table,
     with_results,
 )
 
 __all__ = ["main"]
 
+PACKED = ".safetensors"
 DEFAULT = "digits/digitsnet/binary/md-tanh-s"
 
 
@@ -69,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
-    except (*USER_ERRORS, recipes.RecipeError, plots.PlotError, TableError) as error:
+    except (*USER_ERRORS, recipes.RecipeError, plots.PlotError, TableError, PackError) as error:
         print(f"mirrorquant: {error}", file=sys.stderr)
         return 1
     return 0
@@ -99,6 +107,8 @@ def train(options: argparse.Namespace) -> None:
     print(f"wrote {run.folder / 'best.mq'}, the best rounded network\n\nnext:")
     print(f"  mirrorquant eval {run.folder}          its accuracy, and whether its weights really are on their levels")
     print(f"  mirrorquant summary {run.folder}       its bits and bytes, layer by layer")
+    if run.config.method != "ref":
+        print(f"  mirrorquant pack {run.folder}          the network at its true size, in a file")
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -130,7 +140,11 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """Evaluates the best rounded network of a run."""
+    """Evaluates the best rounded network of a run, or what was made from it."""
+    if options.folder.suffix in (PACKED, ".onnx"):
+        return _evaluate_file(options)
+    if options.data or options.model:
+        raise ConfigError("--data and --model are for files: a run knows both")
     config, state = _best(options.folder)
     data = load(config.data, config.data_root).to(config.torch_device)
     model, opt = _model(config, len(data.classes), data.shape[0])
@@ -149,6 +163,92 @@ def evaluate(options: argparse.Namespace) -> None:
         if off
         else f"all {count} quantized tensors are exactly on their {config.levels} levels"
     )
+
+
+def _evaluate_file(options: argparse.Namespace) -> None:
+    """Evaluates a packed file, or an ONNX file in ONNX Runtime."""
+    path, name = options.folder, options.data
+    packed = _network(path, options.model) if path.suffix == PACKED else None
+    told = packed.about.get("data") if packed else None
+    name = name or (told if isinstance(told, str) and ":" not in told else None)
+    if name is None:
+        raise ConfigError(f"{path} does not say which data it is for: tell by --data, as in --data cifar10")
+    if packed:
+        model = packed.model
+        how = f"run packed: {kernels.describe()}"
+    else:
+        from mirrorquant.packing.to_onnx import OnnxModel
+
+        model, how = OnnxModel(path), "run by ONNX Runtime"
+    data = load(name, options.data_root)
+    result: dict[str, Any] = {"file": str(path), "split": options.split, "bytes": path.stat().st_size}
+    result["accuracy"], result["loss"] = accuracy(model, getattr(data, options.split), data)
+    if options.json:
+        print(json.dumps(result))
+        return
+    print(f"{name} {options.split}: {result['accuracy']:.2f} % (loss {result['loss']:.4f})")
+    print(f"{result['bytes']:,} bytes, {how}")
+
+
+def pack(options: argparse.Namespace) -> None:
+    """Writes the best rounded network of a run at one bit a weight."""
+    network = _network(options.what)
+    path = options.out or network.folder / f"packed{PACKED}"
+    packing.save(network.model, path, about=network.about)
+    contents = packing.read(path)
+    if options.json:
+        print(json.dumps({"file": str(path), "bytes": contents.size, "float_bytes": _float_bytes(contents)}))
+        return
+    full = _float_bytes(contents)
+    print(
+        f"wrote {path}: {contents.size:,} bytes; in float32 {full:,}: {full / contents.size:.1f} times as much\n\nnext:"
+    )
+    print(f"  mirrorquant summary {path}       its bits and bytes, layer by layer")
+    print(f"  mirrorquant eval {path}          its accuracy, run packed")
+    print(f"  mirrorquant export {path} --to onnx")
+
+
+def export(options: argparse.Namespace) -> None:
+    """Writes a network for another runtime."""
+    network = _network(options.what, options.model)
+    shape = options.shape or network.about.get("shape")
+    if not isinstance(shape, list) or not all(_whole(size, 0) for size in shape):
+        raise PackError(f"{options.what} does not say what it takes: tell by --shape, as in --shape 3x32x32")
+    path = options.out or network.folder / (network.name + {"onnx": ".onnx", "openvino": ".xml"}[options.to])
+    packing.export(network.model, path, shape, to=options.to)
+    written = [path] if options.to == "onnx" else [path, path.with_suffix(".bin")]
+    for file in written:
+        print(f"wrote {file}: {file.stat().st_size:,} bytes")
+    if options.to == "onnx":
+        print(f"\nnext:\n  mirrorquant eval {path} --data {network.about.get('data', 'NAME')}          in ONNX Runtime")
+
+
+def show_kernels(options: argparse.Namespace) -> None:
+    """Says which kernels run packed networks here."""
+    print(kernels.describe())
+
+
+def _float_bytes(contents: packing.Contents) -> int:
+    """What the same tensors take in float32 (and in whatever is no float)."""
+    return sum(row["float_bytes"] for row in contents.rows())
+
+
+def _summary_of_file(options: argparse.Namespace) -> None:
+    contents = packing.read(options.what)
+    rows, full = contents.rows(), _float_bytes(contents)
+    if options.json:
+        told = {"file": str(options.what), "bytes": contents.size, "float_bytes": full, "sha256": contents.sha256}
+        print(json.dumps({**told, "architecture": contents.architecture, "about": contents.about, "tensors": rows}))
+        return
+    print(f"{'tensor':36}{'shape':>20}{'levels':>16}{'bits':>6}{'bytes':>12}{'float32':>12}")
+    for row in rows:
+        levels = levels_label(row["levels"]) if row["levels"] else "-"
+        shape = "x".join(map(str, row["shape"])) or "1"
+        print(f"{row['name']:36}{shape:>20}{levels:>16}{row['bits']:6}{row['bytes']:12,}{row['float_bytes']:12,}")
+    tensors = sum(row["bytes"] for row in rows)
+    print(f"tensors {tensors:,} bytes, header {contents.size - tensors:,}: {contents.size:,} bytes on disk")
+    print(f"in float32 {full:,} bytes: {full / contents.size:.1f} times as much")
+    print(f"sha256 {contents.sha256}")
 
 
 def show_recipes(options: argparse.Namespace) -> None:
@@ -181,7 +281,9 @@ def show_methods(options: argparse.Namespace) -> None:
 
 
 def summary(options: argparse.Namespace) -> None:
-    """Counts per bit width, memory, and the float equivalent, of a run or a recipe."""
+    """Counts per bit width, memory, and the float equivalent, of a run, a recipe or a packed file."""
+    if options.what.suffix == PACKED:
+        return _summary_of_file(options)
     if options.what.is_dir():
         rows = _summary_of(options.what)["layers"]
     else:
@@ -273,6 +375,50 @@ def _best(folder: Path) -> tuple[Config, dict[str, Any]]:
     return config, state["model"]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Network:
+    """A rounded network and where it comes from: what a file tells about itself."""
+
+    model: nn.Module
+    about: dict[str, Any]
+    folder: Path
+    name: str
+
+
+def _network(path: Path, builder: str | None = None) -> _Network:
+    """The best rounded network of a run (its folder, or its best.mq), or of a packed file."""
+    if path.suffix == PACKED:
+        contents = packing.read(path)
+        own = None if builder is None else models.build(builder, _whole(contents.about.get("classes"), 10))
+        return _Network(packing.load(path, own), contents.about, path.parent, path.stem)
+    best = path / "best.mq" if path.is_dir() or not path.suffix else path
+    config = Config.load(path / "config.json") if best != path else None
+    state = checkpoint.load(best)
+    config = config or Config.parse(str(state.get("config")), best)
+    if state.get("config") != config.text():
+        raise ConfigError(f"{best} belongs to another configuration than config.json")
+    if config.method == "ref":
+        raise PackError(f"{path} is a float network: only a quantized one has bits to pack")
+    images = state.get("images") or _images(config)
+    model, opt = _model(config, images["classes"], images["shape"][0])
+    model.load_state_dict(state["model"])
+    off = [row["name"] for row in layers(opt) if row["off_levels"]]
+    if off:
+        raise PackError(f"{best} has weights off their {config.levels} levels, in {', '.join(off)}")
+    told = ("recipe", "data", "model", "method", "levels", "seed")
+    about = {**{key: getattr(config, key) for key in told}, **images}
+    return _Network(model.eval(), about, best.parent, "packed")
+
+
+def _images(config: Config) -> dict[str, Any]:
+    data = load(config.data, config.data_root)
+    return {"classes": len(data.classes), "shape": list(data.shape)}
+
+
+def _whole(value: Any, otherwise: int) -> int:
+    return value if type(value) is int and 0 < value < 1 << 20 else otherwise
+
+
 def _model(config: Config, classes: int, channels: int) -> tuple[Any, Any]:
     model = config.build_model(classes, channels)
     return model, config.build_optimizer(model, 1)
@@ -323,8 +469,13 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub.add_argument("--out", type=Path, help="the folder; below runs/ unless told")
     _common(sub)
     sub = command("eval", evaluate, "the best rounded network of a run", "mirrorquant eval runs/NAME --split val")
-    sub.add_argument("folder", type=Path, metavar="RUN")
+    sub.add_argument("folder", type=Path, metavar="RUN-OR-FILE", help=f"a run, a packed *{PACKED}, or an *.onnx file")
     sub.add_argument("--split", default="test", choices=["train", "val", "test"])
+    sub.add_argument("--data", help="of a file: the data set, unless the file tells")
+    sub.add_argument("--data-root", default="data", help="of a file: where data sets are")
+    sub.add_argument(
+        "--model", metavar="MODULE:FUNCTION", help="of a packed file: what builds the model, if it is yours"
+    )
     sub.add_argument("--json", action="store_true", help="print JSON")
     sub = command("recipes", show_recipes, "list recipes, or show one", "mirrorquant recipes cifar10/resnet18/ref")
     sub.add_argument("name", nargs="?", default="", help="a recipe, or a part of the names to list")
@@ -332,7 +483,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub = command("methods", show_methods, "list the methods", "mirrorquant methods")
     sub.add_argument("--json", action="store_true", help="print JSON")
     sub = command("summary", summary, "bits and bytes, layer by layer", "mirrorquant summary cifar10/vgg16/ref")
-    sub.add_argument("what", type=Path, metavar="RUN-OR-RECIPE")
+    sub.add_argument("what", type=Path, metavar="RUN-OR-RECIPE-OR-FILE")
     sub.add_argument("--json", action="store_true", help="print JSON")
     sub = command("table", table, "the paper's tables, from the results", "mirrorquant table --results results --write")
     sub.add_argument("--results", type=Path, default=Path("results"), help="folder of the runs' JSON files")
@@ -343,7 +494,24 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub.add_argument("--out", type=Path, default=Path("curves.png"))
     sub = command("plots", draw_projections, "projections, inverses, mirror maps", "mirrorquant plots --out figures")
     sub.add_argument("--out", type=Path, default=Path("figures"))
+    sub = command("pack", pack, "a run's network at one bit a weight", "mirrorquant pack runs/NAME -o net.safetensors")
+    sub.add_argument("what", type=Path, metavar="RUN", help="the run's folder, or its best.mq")
+    sub.add_argument("-o", "--out", type=Path, metavar="FILE", help=f"RUN/packed{PACKED} unless told")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+    sub = command("export", export, "for other runtimes, at one bit a weight", "mirrorquant export runs/NAME --to onnx")
+    sub.add_argument("what", type=Path, metavar="RUN-OR-FILE", help="a run, or a packed file")
+    sub.add_argument("--to", required=True, choices=packing.FORMATS)
+    sub.add_argument("-o", "--out", type=Path, metavar="FILE", help="beside the source unless told")
+    sub.add_argument("--shape", type=_shape, help="of one input, as in 3x32x32, unless the source tells")
+    sub.add_argument(
+        "--model", metavar="MODULE:FUNCTION", help="of a packed file: what builds the model, if it is yours"
+    )
+    command("kernels", show_kernels, "which kernels run packed networks here", "mirrorquant kernels")
     return parser, list(commands.choices)
+
+
+def _shape(text: str) -> list[int]:
+    return [int(size) for size in text.split("x")]
 
 
 def _common(sub: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ normalization (with no learnable parameters) and ReLU nonlinearity are used. Onl
 from mirrorquant.models.digitsnet import DigitsNet, digitsnet
 from mirrorquant.models.init import initialize
 from mirrorquant.models.mobilenet import MobileNetV2, mobilenetv2
-from mirrorquant.models.registry import ModelError, build, names
+from mirrorquant.models.registry import ModelError, build, identify, names
 from mirrorquant.models.resnet import ResNet, resnet18
 from mirrorquant.models.vgg import VGG, vgg16
 
@@ -24,6 +24,7 @@ __all__ = [
     "ResNet",
     "build",
     "digitsnet",
+    "identify",
     "initialize",
     "mobilenetv2",
     "names",

@@ -6,12 +6,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-from mirrorquant.models.digitsnet import digitsnet
-from mirrorquant.models.mobilenet import mobilenetv2
-from mirrorquant.models.resnet import resnet18
-from mirrorquant.models.vgg import vgg16
+from mirrorquant.models.digitsnet import DigitsNet, digitsnet
+from mirrorquant.models.mobilenet import MobileNetV2, mobilenetv2
+from mirrorquant.models.resnet import ResNet, resnet18
+from mirrorquant.models.vgg import VGG, vgg16
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {
     "digitsnet": digitsnet,
@@ -78,6 +79,55 @@ def build(name: str, classes: int, **options: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ModelError(f"{name!r} returned {type(model).__name__}, expected an nn.Module: return the model itself")
     return model
+
+
+def identify(model: nn.Module) -> dict[str, Any] | None:
+    """Name and options from which :func:`build` makes such a model; None if it is none of this package's.
+
+    A model that was changed after it was built is none, whatever its class.
+
+    Example:
+        >>> from mirrorquant import models
+        >>> models.identify(models.resnet18(100, stem_stride=2))
+        {'name': 'resnet18', 'options': {'classes': 100, 'affine': False, 'stem_stride': 2}}
+        >>> models.identify(nn.Sequential())
+    """
+    if type(model) not in _OPTIONS:
+        return None
+    name, options_of = _OPTIONS[type(model)]
+    try:
+        options = options_of(model)
+        with torch.device("meta"):
+            same = build(name, **options)
+    except (AttributeError, TypeError, ModelError):  # a layer was replaced
+        return None
+    return {"name": name, "options": options} if _structure(same) == _structure(model) else None
+
+
+def _structure(model: nn.Module) -> tuple[str, dict[str, torch.Size]]:
+    return repr(model), {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+_OPTIONS: dict[type[nn.Module], tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    DigitsNet: (
+        "digitsnet",
+        lambda m: {
+            "classes": m.fc.out_features,
+            "affine": m.bn1.affine,
+            "channels": m.conv1.in_channels,
+            "width": m.conv1.out_channels,
+        },
+    ),
+    MobileNetV2: ("mobilenetv2", lambda m: {"classes": m.fc.out_features, "affine": m.bn1.affine}),
+    ResNet: (
+        "resnet18",
+        lambda m: {"classes": m.fc.out_features, "affine": m.bn1.affine, "stem_stride": m.conv1.stride[0]},
+    ),
+    VGG: (
+        "vgg16",
+        lambda m: {"classes": m.classifier.fc3.out_features, "affine": m.classifier.bn1.affine},
+    ),
+}
 
 
 def _own(name: str) -> Callable[..., nn.Module]:

@@ -24,6 +24,9 @@ from mirrorquant.train import recipes
 __all__ = ["Config", "ConfigError"]
 
 
+_REMEDY = "a run's configuration cannot be edited: start a new run with key=value overrides"
+
+
 class ConfigError(ValueError):
     """A configuration that does not make sense; the message names the key or the file."""
 
@@ -195,18 +198,25 @@ class Config:
     @classmethod
     def load(cls, path: Path) -> Config:
         """A configuration from a run's ``config.json``; an altered file is refused."""
-        remedy = "a run's configuration cannot be edited: start a new run with key=value overrides"
         try:
             text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror}): is this the folder of a run?") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is damaged ({type(error).__name__}); {_REMEDY}") from error
+        return cls.parse(text, path)
+
+    @classmethod
+    def parse(cls, text: str, path: Path) -> Config:
+        """A configuration from the text of such a file, or of a checkpoint; ``path`` says where it was."""
+        try:
             content = json.loads(text)
             content.pop("sha256")
             config = cls(**content)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read ({error.strerror}): is this the folder of a run?") from error
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"{path} is damaged ({type(error).__name__}); {remedy}") from error
+            raise ConfigError(f"{path} is damaged ({type(error).__name__}); {_REMEDY}") from error
         if config.text() != text:
-            raise ConfigError(f"{path} was altered: its checksum does not fit; {remedy}")
+            raise ConfigError(f"{path} was altered: its checksum does not fit; {_REMEDY}")
         return config
 
 

@@ -399,7 +399,9 @@ class Run:
             batches = (self.loader.batch(k)[0] for k in range(self.config.recalibrate))
             recalibrate(self.model, batches)
         test, _ = self.evaluate(self.data.test)
-        checkpoint.save(self.folder / "best.mq", {"model": self.model.state_dict(), "config": self.config.text()})
+        images = {"classes": len(self.data.classes), "shape": list(self.data.shape)}
+        best = {"model": self.model.state_dict(), "config": self.config.text(), "images": images}
+        checkpoint.save(self.folder / "best.mq", best)
         summary = self._summary(test, soft, last)
         checkpoint.write_atomically(self.folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
         return summary

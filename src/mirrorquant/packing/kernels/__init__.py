@@ -1,0 +1,122 @@
+"""Layers whose weights take two or three levels, run from their bits.
+
+    y = relu?(scale[o] * (W * act(x)) + shift[o] + residual)
+
+``prepare`` lays level indices out for the kernels of this machine, once, when a model is loaded; ``conv2d`` and
+``linear`` run on what it made. On the CPU there are kernels for AVX-512, AVX2 and any other processor (portable),
+compiled when the package is installed; without them, and for what they do not cover, the same layers run in plain
+torch. ``describe`` says which it is.
+
+>>> import torch
+>>> from mirrorquant.packing import kernels
+>>> codes = torch.tensor([[1, 0, 1], [0, 0, 1]], dtype=torch.uint8)      # the weight [[1, -1, 1], [-1, -1, 1]]
+>>> prepared = kernels.prepare(codes, (-1.0, 1.0))
+>>> kernels.linear(torch.tensor([[1.0, 2.0, 3.0]]), prepared, shape=(2, 3), levels=(-1.0, 1.0))
+tensor([[2., 0.]])
+
+| activation | what W meets | promise |
+|---|---|---|
+| ``"float32"`` | x itself | error about 1e-7, at most 2e-6, of the largest level times the sum of abs(x) |
+| ``"binary"`` | sign(x), sign(0) = +1; a padded position counts 0 | equal to the bit on every path |
+| ``"int8"`` (linear) | x quantized row by row, step max(abs(x)) / 127 | equal to the bit on every path |
+
+The bit-equal promises are for two levels, or three equidistant ones, and sums below 2^24.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from mirrorquant.packing.kernels import ops
+from mirrorquant.packing.kernels.dispatch import active, available, describe, force
+from mirrorquant.packing.kernels.prepared import prepare
+
+__all__ = ["active", "available", "conv2d", "describe", "force", "linear", "prepare"]
+
+
+def conv2d(
+    x: Tensor,
+    prepared: Tensor,
+    *,
+    shape: Sequence[int],
+    levels: Sequence[float],
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    residual: Tensor | None = None,
+    relu: bool = False,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+    activation: str = "float32",
+) -> Tensor:
+    """relu?(scale[o] * (W * act(x)) + shift[o] + residual), a convolution with zero padding.
+
+    Args:
+        x: [N, C, H, W]. Native for float32; other dtypes run in torch. channels_last is the fast form, and comes back.
+        prepared: what ``prepare`` made from the level indices of the weight.
+        shape: the weight's shape, [O, C/groups, kh, kw].
+        levels: the values that the level indices stand for.
+        scale: float32 [O], None for 1.
+        shift: float32 [O], None for 0.
+        residual: of the shape of the result, None for 0.
+        relu: whether negative results become 0.
+        stride: as in ``torch.nn.functional.conv2d``, a pair.
+        padding: a pair; a padded position contributes 0 whatever the activation.
+        dilation: a pair.
+        groups: as in ``torch.nn.functional.conv2d``.
+        activation: "float32" or "binary" (see the module).
+
+    Returns:
+        [N, O, H', W'], in channels_last where x is.
+
+    Example:
+        >>> import torch
+        >>> codes = torch.ones(1, 2, 3, 3, dtype=torch.uint8)
+        >>> prepared = prepare(codes, (-1, 1))
+        >>> x = torch.ones(1, 2, 4, 4)
+        >>> y = conv2d(x, prepared, shape=(1, 2, 3, 3), levels=(-1, 1), padding=(1, 1))
+        >>> y[0, 0, :2]
+        tensor([[ 8., 12., 12.,  8.],
+                [12., 18., 18., 12.]])
+    """
+    call = ops.conv2d_now if ops.is_plain(x) else ops.conv2d
+    result: Tensor = call(
+        x, prepared, shape, levels, scale, shift, residual, relu, stride, padding, dilation, groups, activation
+    )
+    return result
+
+
+def linear(
+    x: Tensor,
+    prepared: Tensor,
+    *,
+    shape: Sequence[int],
+    levels: Sequence[float],
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    residual: Tensor | None = None,
+    relu: bool = False,
+    activation: str = "float32",
+) -> Tensor:
+    """relu?(scale[o] * (W * act(x)) + shift[o] + residual) over the last dimension of x.
+
+    Args:
+        x: [..., K]. Native for float32; other dtypes run in torch.
+        prepared: what ``prepare`` made from the level indices of the weight.
+        shape: the weight's shape, [O, K].
+        levels: the values that the level indices stand for.
+        scale: float32 [O], None for 1.
+        shift: float32 [O], None for 0.
+        residual: of the shape of the result, None for 0.
+        relu: whether negative results become 0.
+        activation: "float32", "binary" or "int8" (see the module).
+
+    Returns:
+        [..., O].
+    """
+    call = ops.linear_now if ops.is_plain(x) else ops.linear
+    result: Tensor = call(x, prepared, shape, levels, scale, shift, residual, relu, activation)
+    return result

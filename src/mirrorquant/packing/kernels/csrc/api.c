@@ -1,0 +1,234 @@
+/* What Python calls: which paths there are, lay a weight out, read it back, run a layer. */
+#include "kernels.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { HEADER_BYTES = 64, NATIVE_LAYOUT = 1 };
+static const char MAGIC[8] = "MQKERN1";
+
+/* The first 64 bytes of a prepared weight (layout.py writes and documents them). */
+typedef struct {
+    char magic[8];
+    int32_t layout, levels;
+    int64_t o, cg, kh, kw, groups, total;
+} header;
+
+/* Byte offsets of the parts of a prepared weight. */
+typedef struct {
+    int64_t by_pixel, by_channel, total;
+} parts;
+
+void *mq_scratch(int64_t bytes) {
+    void *memory = NULL;
+    if (bytes < 0 || posix_memalign(&memory, 64, (size_t)mq_max(bytes, 64))) return NULL;
+    return memory;
+}
+
+/* Bit p is set where path p was compiled and this processor runs it. */
+MQ_API int mq_paths(void) {
+    int paths = 1 << MQ_PORTABLE;
+#if defined(MQ_HAVE_AVX2)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) paths |= 1 << MQ_AVX2;
+#endif
+#if defined(MQ_HAVE_AVX512)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"))
+        paths |= 1 << MQ_AVX512;
+#endif
+    return paths;
+}
+
+/* Fills what follows from the shape alone; false where the shape is impossible. */
+static int derive(mq_call *call, int64_t o, int64_t cg, int64_t kh, int64_t kw, int64_t groups, int64_t levels) {
+    const int64_t many = INT64_C(1) << 40;
+    if (o < 1 || cg < 1 || kh < 1 || kw < 1 || groups < 1 || o % groups || levels < 2 || levels > 3) return 0;
+    if (o > many || cg > many || kh > many / kw || kh * kw > many / cg || kh * kw * cg > many / o) return 0;
+    call->planes = levels - 1;
+    call->cg = cg;
+    call->og = o / groups;
+    call->quads = mq_ceil_div(cg, 4);
+    call->taps = kh * kw;
+    call->pointwise = call->taps == 1 && groups == 1;
+    call->plane_bytes = 64 * (call->pointwise ? mq_ceil_div(call->quads, 2) : call->taps * call->quads);
+    call->blocks8 = mq_ceil_div(call->og, 8);
+    call->blocks64 = mq_ceil_div(call->og, 64);
+    return 1;
+}
+
+static parts parts_of(const mq_call *call, int64_t groups) {
+    const int64_t nibbles = call->planes * call->taps * call->quads;
+    parts at;
+    at.by_pixel = HEADER_BYTES;
+    at.by_channel = at.by_pixel + groups * call->blocks8 * nibbles * 8;
+    at.total = at.by_channel + groups * call->blocks64 * call->planes * call->plane_bytes;
+    return at;
+}
+
+/* Bytes of a prepared weight, 0 where the shape is impossible. */
+MQ_API int64_t mq_prepared_bytes(int64_t o, int64_t cg, int64_t kh, int64_t kw, int64_t groups, int64_t levels) {
+    mq_call call;
+    if (!derive(&call, o, cg, kh, kw, groups, levels)) return 0;
+    return parts_of(&call, groups).total;
+}
+
+/* Positions of a nibble in the two layouts. */
+static int64_t at_pixel(const mq_call *call, int64_t kw, int64_t kh, int64_t group, int64_t o, int64_t plane, int64_t ky,
+                        int64_t kx, int64_t quad) {
+    const int64_t step = plane * kw + kx, pair = ky * call->quads + quad;
+    const int64_t block = group * call->blocks8 + o / 8;
+    return ((block * kh * call->quads + pair) * call->planes * kw + step) * 8 + o % 8;
+}
+
+static int64_t at_channel(const mq_call *call, int64_t group, int64_t o, int64_t plane, int64_t tap, int64_t quad) {
+    const int64_t block = group * call->blocks64 + o / 64, step = call->pointwise ? quad / 2 : tap * call->quads + quad;
+    return (block * call->planes + plane) * call->plane_bytes + step * 64 + o % 64;
+}
+
+/* Bits by which a nibble is shifted in its byte of the byte layout. */
+static int at_bit(const mq_call *call, int64_t quad) { return call->pointwise && quad % 2 ? 4 : 0; }
+
+/* Level indices [O, C/groups, kh, kw] to a prepared weight of mq_prepared_bytes. A set bit is +1; the planes of {-1, 0, +1}
+ * are "at least 0" and "+1". */
+MQ_API int mq_prepare(const uint8_t *codes, int64_t o, int64_t cg, int64_t kh, int64_t kw, int64_t groups, int64_t levels,
+                      uint8_t *prepared, int64_t bytes) {
+    mq_call call;
+    if (!derive(&call, o, cg, kh, kw, groups, levels)) return MQ_BAD_PROBLEM;
+    const parts at = parts_of(&call, groups);
+    if (at.total != bytes) return MQ_BAD_PROBLEM;
+    memset(prepared, 0, (size_t)bytes);
+    header head = {{0}, NATIVE_LAYOUT, (int32_t)levels, o, cg, kh, kw, groups, bytes};
+    memcpy(head.magic, MAGIC, sizeof head.magic);
+    memcpy(prepared, &head, sizeof head);
+    for (int64_t out = 0; out < o; out++)
+        for (int64_t plane = 0; plane < call.planes; plane++)
+            for (int64_t tap = 0; tap < call.taps; tap++) {
+                const int64_t group = out / call.og, in_group = out % call.og;
+                const uint8_t *code = codes + out * cg * call.taps + tap;
+                for (int64_t quad = 0; quad < call.quads; quad++) {
+                    unsigned nibble = 0;
+                    for (int64_t i = 0; i < 4 && quad * 4 + i < cg; i++)
+                        nibble |= (unsigned)(code[(quad * 4 + i) * call.taps] > plane) << i;
+                    prepared[at.by_pixel + at_pixel(&call, kw, kh, group, in_group, plane, tap / kw, tap % kw, quad)] =
+                        (uint8_t)(nibble << 3);
+                    prepared[at.by_channel + at_channel(&call, group, in_group, plane, tap, quad)] |=
+                        (uint8_t)(nibble << at_bit(&call, quad));
+                }
+            }
+    return MQ_OK;
+}
+
+/* Whether a prepared weight says that it is of this shape, and has the bytes for it. */
+static int header_fits(const uint8_t *prepared, int64_t bytes, int64_t o, int64_t cg, int64_t kh, int64_t kw,
+                       int64_t groups, int64_t levels, int64_t total) {
+    header head;
+    if (bytes < HEADER_BYTES || bytes != total) return 0;
+    memcpy(&head, prepared, sizeof head);
+    return !memcmp(head.magic, MAGIC, sizeof head.magic) && head.layout == NATIVE_LAYOUT && head.levels == levels &&
+           head.o == o && head.cg == cg && head.kh == kh && head.kw == kw && head.groups == groups && head.total == bytes;
+}
+
+/* A prepared weight back to level indices. */
+MQ_API int mq_decode(const uint8_t *prepared, int64_t bytes, int64_t o, int64_t cg, int64_t kh, int64_t kw, int64_t groups,
+                     int64_t levels, uint8_t *codes) {
+    mq_call call;
+    if (!derive(&call, o, cg, kh, kw, groups, levels)) return MQ_BAD_PROBLEM;
+    const parts at = parts_of(&call, groups);
+    if (!header_fits(prepared, bytes, o, cg, kh, kw, groups, levels, at.total)) return MQ_BAD_WEIGHT;
+    for (int64_t out = 0; out < o; out++)
+        for (int64_t in = 0; in < cg; in++)
+            for (int64_t tap = 0; tap < call.taps; tap++) {
+                uint8_t code = 0;
+                for (int64_t plane = 0; plane < call.planes; plane++) {
+                    const int64_t place = at_channel(&call, out / call.og, out % call.og, plane, tap, in / 4);
+                    code = (uint8_t)(code + ((prepared[at.by_channel + place] >> (in % 4 + at_bit(&call, in / 4))) & 1));
+                }
+                codes[(out * cg + in) * call.taps + tap] = code;
+            }
+    return MQ_OK;
+}
+
+static int64_t output_size(int64_t in, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation) {
+    const int64_t reach = in + 2 * padding - dilation * (kernel - 1) - 1;
+    return reach < 0 ? 0 : reach / stride + 1;
+}
+
+/* Whether the numbers of a layer agree, and are small enough for 64-bit offsets. */
+static int layer_is_sane(const mq_layer *is) {
+    const int64_t many = INT64_C(1) << 31;
+    const int64_t *number = &is->n;
+    for (int i = 0; i < 16; i++)
+        if (number[i] < 0 || number[i] >= many) return 0;
+    if (is->c < 1 || is->h < 1 || is->w < 1 || is->sy < 1 || is->sx < 1 || is->dy < 1 || is->dx < 1 || is->threads < 1)
+        return 0;
+    if (is->groups < 1 || is->c % is->groups || is->oh < 1 || is->ow < 1) return 0;
+    if (is->oh != output_size(is->h, is->kh, is->sy, is->py, is->dy)) return 0;
+    if (is->ow != output_size(is->w, is->kw, is->sx, is->px, is->dx)) return 0;
+    const double inputs = (double)is->n * (double)is->h * (double)is->w * (double)is->c;
+    const double outputs = (double)is->n * (double)is->oh * (double)is->ow * (double)is->o;
+    return inputs < 1e15 && outputs < 1e15 && is->activation >= MQ_FLOAT && is->activation <= MQ_INT8;
+}
+
+/* Rows of a batch that one pass of the float kernel handles at once cost about as much as seven rows one by one. */
+enum { FEW_ROWS = 7 };
+
+static int run(const mq_call *call) {
+    const mq_layer *is = &call->is;
+    const int is_linear = call->taps == 1 && is->groups == 1 && is->oh == is->h && is->ow == is->w && !is->py && !is->px;
+    const int few = is_linear && is->n * is->h * is->w <= FEW_ROWS;
+    if (is->activation == MQ_INT8 && !is_linear) return MQ_BAD_PROBLEM;
+#define RUN(name)                                                              \
+    switch (is->activation) {                                                  \
+    case MQ_FLOAT: return few ? mq_float_rows_##name(call) : mq_float_##name(call); \
+    case MQ_BINARY: return mq_binary_##name(call);                             \
+    default: return mq_int8_##name(call);                                      \
+    }
+    switch (is->path) {
+    case MQ_PORTABLE: RUN(portable)
+#if defined(MQ_HAVE_AVX2)
+    case MQ_AVX2: RUN(avx2)
+#endif
+#if defined(MQ_HAVE_AVX512)
+    case MQ_AVX512: RUN(avx512)
+#endif
+    default: return MQ_NO_PATH;
+    }
+#undef RUN
+}
+
+/* y = relu?(scale[o] * (W * act(x)) + shift[o] + residual). Any of scale, shift and residual may be NULL. */
+MQ_API int mq_run(const mq_layer *is, const float *x, const uint8_t *prepared, int64_t bytes, const float *scale,
+                  const float *shift, const float *residual, float *y) {
+    mq_call call;
+    if (!layer_is_sane(is) || !derive(&call, is->o, is->c / is->groups, is->kh, is->kw, is->groups, is->levels))
+        return MQ_BAD_PROBLEM;
+    const parts at = parts_of(&call, is->groups);
+    if (!header_fits(prepared, bytes, is->o, call.cg, is->kh, is->kw, is->groups, is->levels, at.total))
+        return MQ_BAD_WEIGHT;
+    if (is->path < MQ_PORTABLE || is->path > MQ_AVX512 || !(mq_paths() >> is->path & 1)) return MQ_NO_PATH;
+    if (is->n == 0) return MQ_OK;
+
+    /* Scale and shift for whole blocks of channels, so that kernels need no tails; planes are averaged by the scale. */
+    const int64_t padded = is->groups * call.blocks64 * 64;
+    float *constants = mq_scratch(2 * padded * (int64_t)sizeof(float));
+    if (!constants) return MQ_NO_MEMORY;
+    const float mean = call.planes == 2 ? 0.5f : 1.0f;
+    for (int64_t i = 0; i < padded; i++) {
+        const int64_t in_group = i % (call.blocks64 * 64), o = i / (call.blocks64 * 64) * call.og + in_group;
+        const int real = in_group < call.og;
+        constants[i] = mean * (scale && real ? scale[o] : 1.0f);
+        constants[padded + i] = shift && real ? shift[o] : 0.0f;
+    }
+    call.is = *is;
+    call.by_pixel = prepared + at.by_pixel;
+    call.by_channel = prepared + at.by_channel;
+    call.x = x;
+    call.scale = constants;
+    call.shift = constants + padded;
+    call.residual = residual;
+    call.y = y;
+    const int status = run(&call);
+    free(constants);
+    return status;
+}

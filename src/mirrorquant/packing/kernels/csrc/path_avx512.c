@@ -1,0 +1,9 @@
+/* Processors with AVX-512 F, BW, VL and DQ. */
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define PATH(name) name##_avx512
+#define VECTOR_LANES 16
+#include "float_lookup.inc.h"
+#include "byte_lookup.inc.h"
+#else
+typedef int mq_nothing_for_avx512;
+#endif

@@ -1,0 +1,115 @@
+"""The same layers in plain torch: the meaning of every kernel, and what runs where no kernel does.
+
+A weight of level index i is levels[i]. Two levels, and three equidistant ones, are an affine image of the unit sets:
+
+    levels = a * u + b    with u in {-1, +1} or {-1, 0, +1}
+
+so that W * x = a * (U * x) + b * (1 * x). With b = 0 (the usual case) the constant a goes into the scale. A binary
+activation makes U * sign(x) an integer, which float32 holds exactly below 2^24: there every path agrees to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["affine", "apply", "binarize", "decode", "epilogue", "fold", "quantize_rows"]
+
+_SLACK = 1e-6
+
+
+def affine(levels: Sequence[float]) -> tuple[float, float] | None:
+    """The (a, b) of ``levels = a * u + b``, or None where the levels are no affine image of a unit set.
+
+    >>> affine((-1.0, 1.0)), affine((0.0, 1.0)), affine((-0.5, 0.0, 0.5)), affine((-1.0, 0.0, 3.0))
+    ((1.0, 0.0), (0.5, 0.5), (0.5, 0.0), None)
+    """
+    if len(levels) == 2:
+        return (levels[1] - levels[0]) / 2, (levels[1] + levels[0]) / 2
+    if len(levels) == 3:
+        a, b = (levels[2] - levels[0]) / 2, (levels[2] + levels[0]) / 2
+        return (a, levels[1]) if abs(levels[1] - b) <= _SLACK * abs(a) else None
+    return None
+
+
+def binarize(x: Tensor) -> Tensor:
+    """sign(x) with sign(0) = +1; NaN counts as -1, as it does for ``Levels.nearest``."""
+    return torch.where(x >= 0, 1.0, -1.0).to(x.dtype)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of integers q in -127..127 with steps s, such that x is about s * q: s = max|x| / 127, q = round(x / s).
+
+    >>> q, step = quantize_rows(torch.tensor([[1.0, -127.0, 0.4]]))
+    >>> q, step
+    (tensor([[   1., -127.,    0.]]), tensor([[1.]]))
+    """
+    step = x.abs().amax(-1, keepdim=True) / 127
+    q = torch.where(step > 0, x / step, torch.zeros_like(x)).round().clamp(-127, 127)
+    return q, step
+
+
+def decode(codes: Tensor, levels: Sequence[float]) -> Tensor:
+    """The float32 weight of level indices."""
+    return torch.tensor(tuple(levels), dtype=torch.float32, device=codes.device)[codes.long()]
+
+
+def apply(
+    x: Tensor,
+    weight: Tensor,
+    levels: Sequence[float],
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    residual: Tensor | None = None,
+    relu: bool = False,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+    activation: str = "float32",
+) -> Tensor:
+    """relu?(scale[o] * (W * act(x)) + shift[o] + residual), convolution or linear by the dimensions of ``weight``."""
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        if weight.dim() == 2:
+            return F.linear(x, weight)
+        return F.conv2d(x, weight, None, tuple(stride), tuple(padding), tuple(dilation), groups)
+
+    a, b = 1.0, 0.0
+    if activation != "float32" and (unit := affine(levels)):
+        a, b = unit
+        if unit != (1.0, 0.0):  # exact: a level minus b, over a, is -1, 0 or +1 but for its rounding
+            weight = ((weight - b) / a).round()
+    weight = weight.to(x.dtype)
+    step: Tensor | float = 1.0
+    if activation == "binary":
+        x = binarize(x)
+    elif activation == "int8":
+        x, step = quantize_rows(x)
+    y = product(x, weight) * step if activation == "int8" else product(x, weight)
+    if b != 0:
+        y, a = a * y + b * (product(x, torch.ones_like(weight)) * step), 1.0
+    return epilogue(y, fold(scale, a, weight.shape[0], y), shift, residual, relu)
+
+
+def fold(scale: Tensor | None, a: float, channels: int, like: Tensor) -> Tensor | None:
+    """The constant of the levels, in the scale of the channels."""
+    if a == 1:
+        return scale
+    return like.new_full((channels,), a) if scale is None else scale * a
+
+
+def epilogue(y: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None, relu: bool) -> Tensor:
+    """relu?(y * scale[o] + shift[o] + residual), rounded after each operation, in that order: so does every kernel."""
+    shape = (-1,) + (1,) * (2 if y.dim() == 4 else 0)
+    if scale is not None:
+        y = y * scale.to(y.dtype).view(shape)
+    if shift is not None:
+        y = y + shift.to(y.dtype).view(shape)
+    if residual is not None:
+        y = y + residual
+    return y.relu() if relu else y

@@ -1,0 +1,138 @@
+"""Packed linear layers on an NVIDIA GPU: bits are unpacked in registers, so that a small batch reads 1 bit a weight.
+
+With few rows a linear layer takes as long as reading its weights. The Triton kernel here reads the bit planes, makes
++-1 of them on the way to the tensor cores, and multiplies. A float32 input is split into three bfloat16 parts that add
+up to it (8 + 8 + 8 bits), each product of which is exact: the result is that of float32 arithmetic.
+More rows than ``FEW_ROWS``: the weights are unpacked once a call, and cuBLAS multiplies.
+
+The layout: int32 words [plane, O, chunk, 16]; bit j of word w of a chunk belongs to input 512 chunk + 16 j + w, so that
+the 16 inputs that a tensor-core step takes are neighbours. A set bit is +1; three levels are the mean of two planes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from mirrorquant.packing.kernels import fallback
+from mirrorquant.packing.kernels.layout import HEADER_BYTES, Header
+
+__all__ = ["FEW_ROWS", "is_gpu", "linear", "prepare", "serves", "unpack"]
+
+FEW_ROWS = 16
+_WORDS = 16
+_CHUNK = 32 * _WORDS
+_FEWEST_INPUTS = 64  # with fewer, the two layouts could not be told apart by their size, nor would it pay
+
+_HAS_TRITON = find_spec("triton") is not None  # else the torch layout serves
+
+
+def serves(shape: Sequence[int], levels: Sequence[float], device: torch.device) -> bool:
+    """Whether a weight on this device is laid out for the Triton kernel."""
+    has = _HAS_TRITON and device.type == "cuda"
+    return has and len(shape) == 2 and shape[1] >= _FEWEST_INPUTS and fallback.affine(levels) is not None
+
+
+def prepare(codes: Tensor, levels: Sequence[float]) -> Tensor:
+    """Level indices [O, K] as bit planes, after a header."""
+    outputs, inputs = codes.shape
+    words = _words(outputs, inputs, len(levels))
+    header = Header("gpu", len(levels), (outputs, inputs, 1, 1), 1, HEADER_BYTES + 4 * words)
+    padded = torch.nn.functional.pad(codes, (0, -inputs % _CHUNK))
+    planes = torch.stack([padded > plane for plane in range(len(levels) - 1)])
+    bits = planes.view(len(planes), outputs, -1, 32, _WORDS).to(torch.int32)
+    weights = (bits << torch.arange(32, dtype=torch.int32, device=codes.device)[:, None]).sum(-2, dtype=torch.int32)
+    start = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(codes.device)
+    return torch.cat([start, weights.reshape(-1).view(torch.uint8)])
+
+
+def is_gpu(prepared: Tensor, shape: Sequence[int], levels: Sequence[float]) -> bool:
+    """Whether a prepared weight has this layout: by its size, since reading its header would wait for the GPU."""
+    return len(shape) == 2 and prepared.numel() == HEADER_BYTES + 4 * _words(shape[0], shape[1], len(levels))
+
+
+def unpack(prepared: Tensor, shape: Sequence[int], levels: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """The weight [O, K] in a floating-point type."""
+    words = prepared[HEADER_BYTES:].view(torch.int32).view(len(levels) - 1, shape[0], -1, 1, _WORDS)
+    shifts = torch.arange(32, dtype=torch.int32, device=prepared.device)[:, None]
+    codes = (words >> shifts & 1).sum(0, dtype=torch.uint8).view(shape[0], -1)[:, : shape[1]]
+    return torch.tensor(tuple(levels), dtype=dtype, device=prepared.device)[codes.int()]
+
+
+def linear(
+    x: Tensor,
+    prepared: Tensor,
+    shape: Sequence[int],
+    levels: Sequence[float],
+    scale: Tensor | None,
+    shift: Tensor | None,
+    residual: Tensor | None,
+    relu: bool,
+    activation: str,
+) -> Tensor:
+    """As ``kernels.linear``, for x on a GPU and a weight of this layout."""
+    rows = x.numel() // shape[1]
+    unit = fallback.affine(levels)
+    small = 0 < rows <= FEW_ROWS and x.dtype in (torch.float32, torch.bfloat16) and unit is not None and unit[1] == 0
+    if not small or activation != "float32":
+        weight = unpack(prepared, shape, levels, x.dtype if activation == "float32" else torch.float32)
+        return fallback.apply(
+            x, weight, levels, scale=scale, shift=shift, residual=residual, relu=relu, activation=activation
+        )
+    assert unit is not None
+    y = x.new_empty((*x.shape[:-1], shape[0]))
+    _few_rows(x.contiguous(), prepared, shape, len(levels) - 1, unit[0], scale, shift, residual, relu, y)
+    return y
+
+
+def _words(outputs: int, inputs: int, levels: int) -> int:
+    return (levels - 1) * outputs * math.ceil(inputs / _CHUNK) * _WORDS
+
+
+def _few_rows(
+    x: Tensor,
+    prepared: Tensor,
+    shape: Sequence[int],
+    planes: int,
+    a: float,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    residual: Tensor | None,
+    relu: bool,
+    y: Tensor,
+) -> None:
+    outputs, inputs = shape
+    block, warps = _tile(outputs)
+    from mirrorquant.packing.kernels.triton_linear import few_rows
+
+    few_rows[((outputs + block - 1) // block,)](
+        x,
+        prepared[HEADER_BYTES:].view(torch.int32),
+        x if scale is None else scale,
+        x if shift is None else shift,
+        x if residual is None else residual.contiguous(),
+        y,
+        x.numel() // inputs,
+        outputs,
+        inputs,
+        math.ceil(inputs / _CHUNK),
+        a / planes,
+        planes=planes,
+        has_scale=scale is not None,
+        has_shift=shift is not None,
+        has_residual=residual is not None,
+        relu=relu,
+        parts=3 if x.dtype == torch.float32 else 1,
+        block=block,
+        words=_WORDS,
+        num_warps=warps,
+    )
+
+
+def _tile(outputs: int) -> tuple[int, int]:
+    """Output channels of a program, and its warps: many small programs, to have all memory channels busy."""
+    return (32, 4) if outputs >= 32 * 256 else (16, 2)

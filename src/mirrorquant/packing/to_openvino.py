@@ -1,0 +1,169 @@
+"""OpenVINO IR: weights on levels as u1 constants, and convolutions of signs that compute on bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirrorquant.levels import BINARY
+from mirrorquant.packing.bits import PackedTensor, PackError, layout, unpack_bits
+from mirrorquant.packing.export import Window
+from mirrorquant.packing.model import Entry
+
+try:
+    import numpy as np
+    import openvino as ov
+    from openvino import opset1
+    from openvino import opset13 as ops
+except ImportError as error:
+    raise PackError("OpenVINO files need the package openvino: pip install 'mirrorquant[openvino]'") from error
+
+__all__ = ["OpenVinoWriter"]
+
+_UNARY = {"relu": ops.relu, "sigmoid": ops.sigmoid, "tanh": ops.tanh, "hardswish": ops.hswish}
+_BINARY = {"add": ops.add, "sub": ops.subtract, "mul": ops.multiply, "div": ops.divide}
+
+
+class OpenVinoWriter:
+    """Builds an OpenVINO model; a value is a node."""
+
+    def __init__(self, bits: bool) -> None:
+        self.bits = bits
+        self.cache: dict[str, Any] = {}
+        self.kept: list[Any] = []  # arrays of which a constant does not make a copy
+        self.inputs: list[Any] = []
+        self.outputs: list[Any] = []
+        self.one_image = False
+
+    # Constants.
+
+    def tensor(self, name: str, entry: Entry) -> Any:
+        if name not in self.cache:
+            packed = isinstance(entry, PackedTensor)
+            value = entry.unpack() if isinstance(entry, PackedTensor) and not self.bits else entry
+            self.cache[name] = self._unpacked(value) if packed and self.bits else _constant(value)
+        return self.cache[name]
+
+    def number(self, value: float) -> Any:
+        return _constant(torch.tensor(value))
+
+    def _unpacked(self, entry: Any) -> Any:
+        """The level's number from its bits, and then the level of that number."""
+        row = layout(entry.shape)[1]
+        number = None
+        for place, plane in enumerate(entry.planes.cpu()):
+            bits = self._u1(unpack_bits(plane[None], row), list(entry.shape), "big")
+            part = ops.convert(bits, "i32")
+            part = part if place == 0 else ops.multiply(part, ops.constant(np.int32(1 << place)))
+            number = part if number is None else ops.add(number, part)
+        levels = _constant(torch.tensor(tuple(entry.levels)))
+        value = ops.gather(levels, number, ops.constant(np.int64(0)))
+        if entry.scale is None:
+            return value
+        shape = [entry.scale.numel()] + [1] * (len(entry.shape) - 1)
+        return ops.multiply(value, _constant(entry.scale.reshape(shape)))
+
+    def _u1(self, bits: Tensor, shape: Sequence[int], order: Any) -> Any:
+        """A constant of single bits. Convert reads the highest bit of a byte first, BinaryConvolution the lowest."""
+        array = np.packbits(bits.reshape(-1).numpy(), bitorder=order)
+        self.kept.append(array)
+        return ov.op.Constant(ov.Tensor(array, ov.Shape(list(shape)), ov.Type.u1))
+
+    # Operators.
+
+    def input(self, shape: Sequence[int]) -> Any:
+        node = ops.parameter([-1, *shape], np.float32, name="input")
+        self.inputs.append(node)
+        return node
+
+    def conv(self, x: Any, weight: Any, bias: Any | None, window: Window, groups: int) -> Any:
+        if groups == 1:
+            y = ops.convolution(x, weight, *_window(window))
+        else:
+            outputs, *rest = weight.output(0).get_shape()
+            weight = self.reshape(weight, [groups, outputs // groups, *rest])
+            y = ops.group_convolution(x, weight, *_window(window))
+        return y if bias is None else ops.add(y, self.reshape(bias, [1, -1, 1, 1]))
+
+    def sign_conv(self, x: Any, name: str, weight: PackedTensor, window: Window) -> Any | None:
+        """BinaryConvolution; the CPU plugin computes it right for multiples of eight channels, with equal padding."""
+        even = window.left == window.right and window.top == window.bottom
+        if not self.bits or weight.levels != BINARY or weight.shape[1] % 8 or not even:
+            return None
+        self.one_image = True
+        filters = self._u1(weight.codes().cpu(), list(weight.shape), "little")
+        zero, one = (_constant(torch.full((1, 1, 1, 1), value)) for value in (0.0, 1.0))
+        bits = ops.fake_quantize(x, zero, zero, zero, one, 2)
+        return opset1.binary_convolution(bits, filters, *_window(window), "xnor-popcount", 0.0)
+
+    def linear(self, x: Any, weight: Any, bias: Any | None, dimensions: int) -> Any:
+        y = ops.matmul(x, weight, False, True)
+        return y if bias is None else ops.add(y, bias)
+
+    def norm(self, x: Any, tensors: Sequence[Any], eps: float) -> Any:
+        return ops.batch_norm_inference(x, *tensors, eps)
+
+    def pool(self, x: Any, kind: str, window: Window, ceil: bool, count_padding: bool) -> Any:
+        strides, begin, end, dilations = _window(window)
+        rounding = "ceil" if ceil else "floor"
+        if kind == "max":
+            pooled = ops.max_pool(x, strides, dilations, begin, end, list(window.kernel), rounding)
+            return pooled.output(0)
+        return ops.avg_pool(x, strides, begin, end, list(window.kernel), not count_padding, rounding)
+
+    def pad(self, x: Any, sides: Sequence[int], mode: str) -> Any:
+        left, right, top, bottom = sides
+        named = {"reflect": "reflect", "replicate": "edge"}
+        if mode not in named:
+            raise PackError(f"a convolution with padding_mode={mode!r} cannot be exported to OpenVINO")
+        return ops.pad(x, _integers([0, 0, top, left]), _integers([0, 0, bottom, right]), named[mode])
+
+    def unary(self, kind: str, x: Any) -> Any:
+        if kind == "sign":
+            return ops.select(ops.greater_equal(x, self.number(0.0)), self.number(1.0), self.number(-1.0))
+        return _UNARY[kind](x)
+
+    def binary(self, kind: str, x: Any, y: Any) -> Any:
+        return _BINARY[kind](x, y)
+
+    def clip(self, x: Any, low: float, high: float) -> Any:
+        return ops.clamp(x, low, high)
+
+    def prelu(self, x: Any, slope: Any) -> Any:
+        return ops.prelu(x, self.reshape(slope, [-1]))
+
+    def mean(self, x: Any, axes: Sequence[int], keep: bool) -> Any:
+        return ops.reduce_mean(x, _integers(axes), keep)
+
+    def reshape(self, x: Any, shape: Sequence[int]) -> Any:
+        return ops.reshape(x, _integers(shape), False)
+
+    def concat(self, values: Sequence[Any], axis: int) -> Any:
+        return ops.concat(list(values), axis)
+
+    def output(self, value: Any) -> None:
+        self.outputs.append(ops.result(value, name="output"))
+
+    def save(self, path: Path) -> None:
+        """Writes ``*.xml`` and ``*.bin``."""
+        model = ov.Model(self.outputs, self.inputs, "mirrorquant")
+        if self.one_image:  # BinaryConvolution needs to know
+            model.reshape([1, *list(model.input(0).get_partial_shape())[1:]])
+        ov.save_model(model, str(path), compress_to_fp16=False)
+
+
+def _constant(value: Any) -> Any:
+    return ops.constant(value.detach().float().cpu().contiguous().numpy())
+
+
+def _integers(values: Sequence[int]) -> Any:
+    return ops.constant(np.array(list(values), dtype=np.int64))
+
+
+def _window(window: Window) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Strides, padding before, padding after, dilations."""
+    return list(window.stride), [window.top, window.left], [window.bottom, window.right], list(window.dilation)

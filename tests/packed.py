@@ -1,0 +1,155 @@
+"""What the tests of packed models share: networks on their levels, and ways to damage a file."""
+
+import hashlib
+import json
+import random
+import struct
+
+import torch
+from torch import nn
+
+import mirrorquant as mq
+from mirrorquant.packing import file
+
+SHAPES = {"digitsnet": (1, 8, 8), "mobilenetv2": (3, 32, 32), "resnet18": (3, 32, 32), "vgg16": (3, 32, 32)}
+
+
+def on_levels(model, levels=mq.BINARY, seed=0):
+    """The model with random levels for weights and likely statistics in its batch norms, in eval mode."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.tensor(tuple(levels))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(q[torch.randint(len(q), parameter.shape, generator=generator)])
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.running_mean.copy_(torch.randn(module.num_features, generator=generator))
+                module.running_var.copy_(20 + 40 * torch.rand(module.num_features, generator=generator))
+                module.num_batches_tracked.fill_(1000)
+                if module.affine:
+                    module.weight.copy_(0.5 + torch.rand(module.num_features, generator=generator))
+                    module.bias.copy_(torch.randn(module.num_features, generator=generator))
+    return model.eval()
+
+
+def network(name, levels=mq.BINARY, **options):
+    return on_levels(mq.models.build(name, 10, **options), levels)
+
+
+def images(name, count=4, seed=1):
+    return torch.randn(count, *SHAPES[name], generator=torch.Generator().manual_seed(seed))
+
+
+def same_state(a, b):
+    """Whether two models have the same class, and the same tensors to the bit."""
+    one, two = a.state_dict(), b.state_dict()
+    equal = all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(one.values(), two.values(), strict=True))
+    return type(a) is type(b) and list(one) == list(two) and equal
+
+
+# Damage.
+
+
+def sealed(header, body):
+    """A file with a header (a dictionary, or its text) and a digest that fits."""
+    text = header if isinstance(header, bytes) else json.dumps(header, separators=(",", ":")).encode()
+    content = bytearray(struct.pack("<Q", len(text)) + text + body)
+    place = file._DIGEST
+    if len(content) >= place.stop:
+        content[place] = b"0" * 64
+        content[place] = hashlib.sha256(content).hexdigest().encode()
+    return bytes(content)
+
+
+def split(content):
+    """Header (a dictionary) and body of a file."""
+    length = struct.unpack("<Q", content[:8])[0]
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def damaged(content, rng):
+    """The content with a random change: bits, lengths, blocks. The digest is left as it is."""
+    changed = bytearray(content)
+    kind = rng.randrange(8)
+    at = rng.randrange(len(changed))
+    if kind <= 2:
+        for _ in range(rng.choice([1, 1, 1, 2, 8])):
+            changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    elif kind == 3:
+        del changed[at:]
+    elif kind == 4:
+        changed[at:at] = rng.randbytes(rng.choice([1, 8, 100]))
+    elif kind == 5:
+        del changed[at : at + rng.choice([1, 8, 100])]
+    elif kind == 6:
+        length = rng.choice([0, 1, 2**24, 2**40, 2**63, 2**64 - 1, rng.randrange(2 * len(changed))])
+        changed[:8] = struct.pack("<Q", length)
+    else:
+        other = rng.randrange(len(changed))
+        changed[at : at + 16], changed[other : other + 16] = changed[other : other + 16], changed[at : at + 16]
+    return bytes(changed)
+
+
+_ODD = [None, True, -1, 0, 1, 3, 255, 2**31, 2**62, 2**63, 10**30, 0.5, -1.5, 1e308, "", "F32", "U8", "x" * 1000]
+_ODD += [[], [[]], {}, [0], [2**40, 2**40], [1, 2, 3, 4, 5], {"a": 1}, "float32", "float16", "resnet18", "os:system"]
+
+
+def forged(content, rng):
+    """The content with a lying header, or other bits, and a digest that fits."""
+    header, body = split(content)
+    told = json.loads(header["__metadata__"]["mirrorquant"])
+    kind = rng.randrange(10)
+    if kind == 0:
+        changed = bytearray(body)
+        for _ in range(rng.choice([1, 8])):
+            changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+        return sealed(header, bytes(changed))
+    if kind == 1:
+        return sealed(header, body[: rng.randrange(len(body))] if rng.random() < 0.5 else body + rng.randbytes(9))
+    if kind == 2:
+        deep = "[" * rng.choice([10, 1000, 200_000])
+        text = json.dumps(header).replace('"shape": [', f'"shape": {deep}', 1).encode()
+        return sealed(text if rng.random() < 0.5 else deep.encode(), body)
+    if kind == 3:
+        names = [name for name in header if name != "__metadata__"]
+        twice = json.dumps(header)[:-1] + f', "{rng.choice(names)}": ' + json.dumps(header[rng.choice(names)]) + "}"
+        return sealed(twice.encode(), body)
+    if kind <= 6:
+        _change(told, rng)
+        header["__metadata__"]["mirrorquant"] = json.dumps(told)
+    else:
+        metadata = header.pop("__metadata__")
+        _change(header, rng)
+        header = {"__metadata__": metadata, **header}
+    return sealed(json.dumps(header, separators=(",", ":")).encode(), body)
+
+
+def _change(tree, rng):
+    """Changes, removes or adds something, anywhere in a tree of dictionaries and lists."""
+    places = []
+
+    def walk(node):
+        for key in list(node) if isinstance(node, dict) else range(len(node)):
+            places.append((node, key))
+            if isinstance(node[key], (dict, list)):
+                walk(node[key])
+
+    walk(tree)
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        node, key = rng.choice(places)
+        what = rng.randrange(4)
+        try:
+            if what == 0:
+                del node[key]
+            elif what == 1 and isinstance(node, dict):
+                node[f"{key}x"] = node.pop(key)
+            elif what == 2 and type(node[key]) is int:
+                node[key] += rng.choice([-8, -1, 1, 8, 2**20])
+            else:
+                node[key] = rng.choice(_ODD)
+        except (KeyError, IndexError):  # a change before this one removed it
+            continue
+
+
+def generator(seed):
+    return random.Random(seed)

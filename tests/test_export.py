@@ -1,0 +1,175 @@
+"""Exports: ONNX Runtime and OpenVINO compute what the model computes, from files of one bit a weight."""
+
+import numpy as np
+import onnx
+import onnxruntime
+import openvino
+import pytest
+import torch
+import torch.nn.functional as F
+from packed import SHAPES, images, network, on_levels
+from torch import nn
+
+import mirrorquant as mq
+from mirrorquant.nn import BinaryActivation
+from mirrorquant.packing import PackError
+
+
+def in_onnx_runtime(path, x):
+    return onnxruntime.InferenceSession(str(path)).run(None, {"input": x.numpy()})[0]
+
+
+def in_openvino(path, x):
+    core = openvino.Core()
+    model = core.read_model(str(path))
+    if not model.is_dynamic() and model.input(0).shape[0] != len(x):
+        model.reshape([len(x), *x.shape[1:]])
+    return core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(x.numpy())[0]
+
+
+def close(found, expected, tolerance=2e-5):
+    return np.abs(found - expected.numpy()).max() <= tolerance * max(expected.abs().max().item(), 1e-6)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@torch.no_grad()
+def test_networks_of_the_paper_run_in_onnx_runtime_and_openvino(name, tmp_path):
+    model, x = network(name), images(name)
+    expected = model(x)
+    mq.export(mq.pack(model), tmp_path / "bits.onnx", SHAPES[name])
+    mq.export(model, tmp_path / "float.onnx", SHAPES[name], bits=False)
+    onnx.checker.check_model(str(tmp_path / "bits.onnx"), full_check=True)
+    found = in_onnx_runtime(tmp_path / "bits.onnx", x)
+    assert np.array_equal(found, in_onnx_runtime(tmp_path / "float.onnx", x))
+    assert close(found, expected)
+    assert np.array_equal(found.argmax(1), expected.argmax(1))
+    assert in_onnx_runtime(tmp_path / "bits.onnx", x[:1]).shape == (1, 10)
+    sizes = [(tmp_path / file).stat().st_size for file in ("float.onnx", "bits.onnx")]
+    assert sizes[0] / sizes[1] > {"resnet18": 30.5, "vgg16": 30.5, "mobilenetv2": 17, "digitsnet": 15}[name]
+    mq.export(model, tmp_path / "bits.xml", SHAPES[name], to="openvino")
+    for file in ("bits.onnx", "bits.xml"):
+        found = in_openvino(tmp_path / file, x)
+        assert close(found, expected)
+        assert np.array_equal(found.argmax(1), expected.argmax(1))
+
+
+@pytest.mark.parametrize("levels", [mq.TERNARY, mq.Levels(-1, 0.25, 1, 3), 0.1 * mq.BINARY])
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@torch.no_grad()
+def test_other_levels_and_scales_are_exact_too(levels, to, tmp_path):
+    model, x = network("digitsnet", levels), images("digitsnet")
+    model.conv2.weight.mul_(torch.linspace(0.5, 2, 64).reshape(-1, 1, 1, 1))
+    for bits in (True, False):
+        mq.export(
+            model, tmp_path / {"onnx": f"{bits}.onnx", "openvino": f"{bits}.xml"}[to], (1, 8, 8), to=to, bits=bits
+        )
+    if to == "onnx":
+        found, same = (in_onnx_runtime(tmp_path / f"{bits}.onnx", x) for bits in (True, False))
+        assert close(in_openvino(tmp_path / "True.onnx", x), model(x))
+    else:
+        found, same = (in_openvino(tmp_path / f"{bits}.xml", x) for bits in (True, False))
+    assert np.array_equal(found, same)
+    assert close(found, model(x))
+
+
+class Everything(nn.Module):
+    """All that can be exported, once."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding="same", padding_mode="reflect")
+        self.even = nn.Conv2d(8, 8, (2, 3), padding="same", groups=4)
+        self.dilated = nn.Conv2d(8, 8, 3, padding=2, dilation=2, bias=False)
+        self.norm, self.prelu = nn.BatchNorm2d(8), nn.PReLU(8)
+        self.acts = nn.Sequential(nn.ReLU6(), nn.Hardtanh(-2, 2), nn.Tanh(), nn.Dropout(), nn.Identity(), nn.Sigmoid())
+        self.pools = nn.ModuleList([nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(3, 2, 1), nn.MaxPool2d(2, ceil_mode=True)])
+        self.adaptive, self.flatten = nn.AdaptiveAvgPool2d(2), nn.Flatten()
+        self.hidden, self.norm1 = nn.Linear(64, 32), nn.BatchNorm1d(32)
+        self.rows = nn.Linear(8, 4)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.swish = nn.Hardswish()
+
+    def forward(self, x):
+        x = self.even(self.stem(x))
+        x = self.prelu(self.norm(self.dilated(x))) + self.gain * 0.5
+        x = torch.cat([self.pools[0](x), self.pools[1](x)], dim=1) / 2
+        x = F.silu(F.relu6(x)) - self.swish(x).clamp(-1, 1)
+        x = self.pools[2](F.avg_pool2d(F.max_pool2d(x, 2, stride=1), 3, stride=1, padding=1, count_include_pad=False))
+        x = self.flatten(self.adaptive(x))
+        x = torch.relu(self.norm1(self.hidden(x)))
+        x = self.rows(x.view(x.size(0), 4, -1))
+        return self.acts(x).mean(1, keepdim=True).squeeze(1).reshape(x.shape[0], -1)
+
+
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@torch.no_grad()
+def test_everything_that_can_be_exported_is_right(to, tmp_path):
+    model = on_levels(Everything())
+    x = torch.randn(3, 3, 17, 15)
+    path = tmp_path / {"onnx": "net.onnx", "openvino": "net.xml"}[to]
+    mq.export(model, path, (3, 17, 15), to=to)
+    found = in_onnx_runtime(path, x) if to == "onnx" else in_openvino(path, x)
+    assert found.shape == tuple(model(x).shape)
+    assert close(found, model(x))
+    assert close(in_openvino(path, x), model(x))
+
+
+def signs(channels):
+    layers = [nn.Conv2d(3, channels, 3, padding=1), nn.BatchNorm2d(channels)]
+    layers += [BinaryActivation(), nn.Conv2d(channels, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16)]
+    return on_levels(nn.Sequential(*layers, BinaryActivation(), nn.Conv2d(16, 5, 3, bias=False)))
+
+
+@pytest.mark.parametrize("channels", [16, 13])
+@torch.no_grad()
+def test_binary_activations_are_exact_everywhere(channels, tmp_path):
+    """From the first sign on, all numbers are integers (or sums of few of them): nothing may differ."""
+    model = signs(channels)[2:]
+    x = torch.randn(2, channels, 9, 9)
+    x[:, 0] = 0.0
+    expected = model(x)
+    assert torch.equal(mq.pack(model)(x), expected)
+    mq.export(model, tmp_path / "net.onnx", x.shape[1:])
+    mq.export(model, tmp_path / "net.xml", x.shape[1:], to="openvino")
+    for found in (in_onnx_runtime(tmp_path / "net.onnx", x), in_openvino(tmp_path / "net.onnx", x)):
+        assert np.array_equal(found, expected.numpy())
+    assert np.array_equal(in_openvino(tmp_path / "net.xml", x), expected.numpy())
+    text = (tmp_path / "net.xml").read_text()
+    assert text.count('type="BinaryConvolution"') == (2 if channels == 16 else 1)
+    assert text.count('element_type="u1"') == 3
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x, y):
+        return self.fc(x) + y
+
+
+@torch.no_grad()
+def test_a_model_in_half_precision_is_exported_in_float32(tmp_path):
+    model, x = network("digitsnet"), images("digitsnet")
+    mq.export(model.bfloat16(), tmp_path / "net.onnx", (1, 8, 8))
+    assert close(in_onnx_runtime(tmp_path / "net.onnx", x), model.float()(x))
+
+
+def test_what_cannot_be_exported_is_named(tmp_path):
+    path = tmp_path / "net.onnx"
+    with pytest.raises(PackError, match=r"to is 'tflite', but it must be one of onnx, openvino"):
+        mq.export(network("digitsnet"), path, (1, 8, 8), to="tflite")
+    with pytest.raises(PackError, match=r"_1 \(LayerNorm.* cannot be exported"):
+        mq.export(on_levels(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))), path, (8,))
+    with pytest.raises(PackError, match=r"DigitsNet cannot be traced with inputs of \[3, 8, 8\]"):
+        mq.export(network("digitsnet"), path, (3, 8, 8))
+    with pytest.raises(PackError, match="padding_mode='circular' cannot be exported"):
+        mq.export(on_levels(nn.Sequential(nn.Conv2d(1, 8, 3, padding=1, padding_mode="circular"))), path, (1, 8, 8))
+    uneven = on_levels(nn.Sequential(nn.Conv2d(1, 8, 3), nn.AdaptiveAvgPool2d(4)))
+    with pytest.raises(PackError, match="cannot be split evenly"):
+        mq.export(uneven, path, (1, 9, 9))
+    with pytest.raises(PackError, match=r"Pair cannot be traced .*: it takes x, y, but only one input can be exported"):
+        mq.export(on_levels(Pair()), path, (3,))
+    with pytest.raises(PackError, match="could not be written"):
+        mq.export(network("digitsnet"), tmp_path / "no" / "net.onnx", (1, 8, 8))
+    assert not path.exists()

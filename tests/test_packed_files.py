@@ -1,0 +1,404 @@
+"""Packed files: small, self-describing, exact; and whatever is wrong with one is told in one error."""
+
+import hashlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packed import SHAPES, damaged, forged, generator, images, network, on_levels, same_state, sealed, split
+from torch import nn
+
+import mirrorquant as mq
+from mirrorquant.packing import PackError, file, read
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+@torch.no_grad()
+def test_networks_of_the_paper_come_back_from_a_file_to_the_bit(name, affine, tmp_path):
+    model, x = network(name, affine=affine), images(name, 1)
+    packed = mq.pack(model)
+    mq.save(packed, tmp_path / "packed.safetensors")
+    mq.save(model, tmp_path / "plain.safetensors")
+    content = (tmp_path / "packed.safetensors").read_bytes()
+    assert content == (tmp_path / "plain.safetensors").read_bytes()
+    loaded = mq.load(tmp_path / "packed.safetensors")
+    assert torch.equal(loaded(x), packed(x))
+    assert same_state(mq.unpack(loaded).eval(), model)
+    mq.save(loaded, tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == content
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "again.safetensors",
+        "packed.safetensors",
+        "plain.safetensors",
+    ]
+
+
+def test_the_whole_file_of_a_binary_resnet18_is_30_times_smaller_than_its_checkpoint(tmp_path):
+    model = network("resnet18")
+    mq.save(model, tmp_path / "packed.safetensors")
+    torch.save(model.state_dict(), tmp_path / "float.pt")
+    sizes = [(tmp_path / name).stat().st_size for name in ("float.pt", "packed.safetensors")]
+    assert sizes[0] / sizes[1] >= 30
+    contents = read(tmp_path / "packed.safetensors")
+    assert contents.size == sizes[1]
+    rows = contents.rows()
+    assert sum(row["count"] for row in rows if row["bits"] == 1) == 11_164_362
+    assert sum(row["bytes"] for row in rows) <= contents.size
+    assert contents.sha256 == hashlib.sha256((tmp_path / "packed.safetensors").read_bytes()).hexdigest()
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_any_model_comes_back_from_a_file_to_the_bit(data):
+    sizes = data.draw(st.lists(st.integers(1, 20), min_size=2, max_size=4))
+    levels = data.draw(st.sampled_from([mq.BINARY, mq.TERNARY, 0.3 * mq.BINARY, mq.Levels(-1, 0.25, 1, 3)]))
+    layers = []
+    for inputs, outputs in pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs, bias=data.draw(st.booleans()))]
+        layers += [data.draw(st.sampled_from([nn.ReLU, nn.Identity]))(), nn.BatchNorm1d(outputs)]
+    model = on_levels(nn.Sequential(*layers), levels)
+    if data.draw(st.booleans()):
+        model.append(nn.Linear(sizes[-1], 2)).eval()  # in float
+    with torch.no_grad():
+        model[0].weight.copy_(levels.nearest(torch.randn_like(model[0].weight)))
+        if data.draw(st.booleans()) and sizes[0] > 1:
+            model[0].weight.mul_(1 + torch.rand(sizes[1], 1))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+    model.to(dtype)
+    try:
+        content = file.dump(model)
+    except PackError:
+        assert len(levels) == 4 or min(sizes) == 1  # too few numbers to see that they are on levels
+        return
+    path = scratch(content)
+    loaded = mq.load(path, nn.Sequential(*[type(m)(*arguments(m)) for m in model]).to(dtype))
+    assert same_state(mq.unpack(loaded).eval(), model)
+
+
+def arguments(module):
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features, module.bias is not None
+    return (module.num_features,) if isinstance(module, nn.BatchNorm1d) else ()
+
+
+FOLDER = []
+
+
+def scratch(content):
+    path = FOLDER[0] / "scratch.safetensors"
+    path.write_bytes(content)
+    return path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def folder(tmp_path_factory):
+    FOLDER.append(tmp_path_factory.mktemp("packed"))
+    yield
+    FOLDER.clear()
+
+
+def test_other_tools_can_read_it(tmp_path):
+    from safetensors.torch import load_file, safe_open
+
+    model = network("digitsnet")
+    mq.save(model, tmp_path / "net.safetensors", about={"accuracy": 98.6})
+    tensors = load_file(tmp_path / "net.safetensors")
+    assert torch.equal(tensors["bn1.running_var"], model.bn1.running_var)
+    assert tensors["fc.weight"].shape == (1, 10, 8)
+    with safe_open(tmp_path / "net.safetensors", "pt") as opened:
+        told = json.loads(opened.metadata()["mirrorquant"])
+    assert told["packed"]["fc.weight"] == {"shape": [10, 64], "levels": [-1.0, 1.0], "dtype": "float32"}
+    assert told["architecture"] == {
+        "name": "digitsnet",
+        "options": {"classes": 10, "affine": False, "channels": 1},
+        "dtype": "float32",
+    }
+    assert read(tmp_path / "net.safetensors").about == {"accuracy": 98.6}
+
+
+def small():
+    """Everything that a file can hold, in little space."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)]
+    model = on_levels(nn.Sequential(*layers, nn.Linear(3, 2)))
+    with torch.no_grad():
+        model[0].weight.mul_(torch.tensor([0.5, 1.0, 2.0, 3.0]).reshape(4, 1, 1, 1))
+        model[4].weight.copy_(mq.TERNARY.nearest(torch.randn(3, 16)))
+        model[5].weight.copy_(torch.randn(2, 3))
+    return model
+
+
+def test_a_model_of_ones_own_needs_its_structure(tmp_path):
+    model, path = small(), tmp_path / "net.safetensors"
+    mq.save(model, path)
+    with pytest.raises(PackError, match=r"net\.safetensors holds a model that is not of this library: pass one"):
+        mq.load(path)
+    loaded = mq.load(path, small())
+    assert loaded.layers() == ["0", "4"]
+    assert same_state(mq.unpack(loaded), model)
+    with pytest.raises(PackError, match=r"another model than Sequential: the file has, and the model lacks, 1\.bias"):
+        mq.load(path, model[:1])
+    other = small()
+    other[5] = nn.Linear(3, 5)
+    with pytest.raises(PackError, match=r"5\.weight has the shape \[2, 3\], but the model's is \[5, 3\]"):
+        mq.load(path, other)
+    with pytest.raises(PackError, match=r"net\.safetensors: it belongs to another model than ResNet"):
+        mq.load(path, mq.models.resnet18())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_in_another_dtype_comes_back_in_it(dtype, tmp_path):
+    model = network("digitsnet").to(dtype)
+    mq.save(model, tmp_path / "net.safetensors")
+    assert same_state(mq.unpack(mq.load(tmp_path / "net.safetensors")).eval(), model)
+    mq.save(mq.pack(network("digitsnet")).to(dtype), tmp_path / "cast.safetensors")
+    assert same_state(mq.unpack(mq.load(tmp_path / "cast.safetensors")).eval(), model)
+    model.fc.float()
+    mq.save(model, tmp_path / "net.safetensors")
+    assert read(tmp_path / "net.safetensors").architecture is None
+    with pytest.raises(PackError, match=r"is torch\.\w+, but the model's is torch\.float32"):
+        mq.load(tmp_path / "net.safetensors", mq.models.digitsnet())
+
+
+def test_a_changed_model_of_this_library_is_one_of_ones_own(tmp_path):
+    model = network("digitsnet")
+    model.fc = on_levels(nn.Linear(64, 10, bias=False))
+    mq.save(model, tmp_path / "net.safetensors")
+    assert read(tmp_path / "net.safetensors").architecture is None
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("empty", torch.zeros(0, 3))
+        self.register_buffer("steps", torch.arange(3, dtype=torch.int16))
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+def test_buffers_of_any_kind_are_kept(tmp_path):
+    model = on_levels(Odd())
+    mq.save(model, tmp_path / "net.safetensors")
+    assert same_state(mq.unpack(mq.load(tmp_path / "net.safetensors", Odd())), model)
+    model.register_buffer("phases", torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(PackError, match=r"phases is torch\.complex64"):
+        mq.save(model, tmp_path / "net.safetensors")
+    with pytest.raises(PackError, match="at most 16,777,216 can be loaded"):
+        mq.save(small(), tmp_path / "net.safetensors", about={"x": "y" * 2**24})
+    with pytest.raises(PackError, match=r"about is .*expected what JSON can hold"):
+        mq.save(small(), tmp_path / "net.safetensors", about={"x": torch.ones(1)})
+
+
+def test_files_that_cannot_be_read_or_written_are_named(tmp_path):
+    with pytest.raises(PackError, match=r"nothing\.safetensors cannot be read \(No such file"):
+        mq.load(tmp_path / "nothing.safetensors")
+    with pytest.raises(PackError, match=r"cannot be read \(Is a directory\)"):
+        mq.load(tmp_path)
+    with pytest.raises(PackError, match="could not be written"):
+        mq.save(small(), tmp_path / "no" / "net.safetensors")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(PackError, match="text is no packed model"):
+        mq.load(tmp_path / "text")
+
+
+# Hostile files.
+
+
+def lying(change, of=None):
+    """A sealed file of a model whose header was changed by a function of the header and of what is told."""
+    header, body = split(file.dump(of or network("digitsnet")))
+    told = json.loads(header["__metadata__"]["mirrorquant"])
+    body = change(header, told, bytearray(body)) or body
+    header["__metadata__"]["mirrorquant"] = json.dumps(told)
+    return sealed(header, bytes(body))
+
+
+def put(value, *path, told=True):
+    def change(header, description, body):
+        node = description if told else header
+        for key in path[:-1]:
+            node = node[key]
+        node[path[-1]] = value
+
+    return change
+
+
+def flip(name, byte):
+    def change(header, told, body):
+        body[header[name]["data_offsets"][0] + byte] |= 0x80
+        return body
+
+    return change
+
+
+LIES = {
+    "a newer format": (put(2, "format"), "its format is 2, but this is mirrorquant"),
+    "no format": (put(None, "format"), "its format is None"),
+    "another architecture": (put("resnet18", "architecture", "name"), "cannot be built"),
+    "code": (put("os:system", "architecture", "name"), "its architecture is 'os:system', expected one of"),
+    "a billion classes": (put(2**30, "architecture", "options", "classes"), "but the model's is"),
+    "classes of text": (put("10", "architecture", "options", "classes"), "expected sizes and switches"),
+    "an unknown option": (put(3, "architecture", "options", "depth"), "cannot be built"),
+    "a huge shape": (put([2**40, 64], "packed", "fc.weight", "shape"), "bits of fc.weight are missing, or not U8"),
+    "a product beyond 64 bits": (put([2**61, 2**61, 2**61], "fc.weight", "shape", told=False), "fc.weight of U8"),
+    "a negative size": (put([-10, 64], "packed", "fc.weight", "shape"), "expected a list of sizes"),
+    "another shape": (put([64, 10], "packed", "fc.weight", "shape"), "bits of fc.weight are missing"),
+    "a shape of the same size": (put([10, 8, 8], "packed", "fc.weight", "shape"), "but the model's is"),
+    "another dtype": (put("float16", "packed", "fc.weight", "dtype"), "fc.weight is torch.float16, but the model's is"),
+    "no such dtype": (put("float12", "packed", "fc.weight", "dtype"), "'float12', expected one of"),
+    "floats for bits": (put("F64", "fc.weight", "dtype", told=False), "fc.weight of F64"),
+    "signed bits": (put("I8", "fc.weight", "dtype", told=False), "not U8"),
+    "one level": (put([1.0], "packed", "fc.weight", "levels"), "expected 2 to 256 numbers"),
+    "levels out of order": (put([1.0, -1.0], "packed", "fc.weight", "levels"), "must increase strictly"),
+    "levels beyond the dtype": (put([-1.0, 0.1], "packed", "fc.weight", "levels"), "float32 cannot hold"),
+    "infinite levels": (put([-1.0, 10**400], "packed", "fc.weight", "levels"), "fc.weight"),
+    "more levels than planes": (put([-1.0, 0.0, 1.0], "packed", "fc.weight", "levels"), "not U8 [2, 10, 8]"),
+    "a scale that is not there": (put("fc.weight.scale", "packed", "fc.weight", "scale"), "scale of fc.weight"),
+    "overlapping tensors": (put([0, 8], "bn2.num_batches_tracked", "data_offsets", told=False), "gap or overlap"),
+    "bits beyond a row": (flip("conv1.weight", 1), "conv1.weight has bits beyond the end of a row"),
+    "a tensor more": (put({"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}, "more", told=False), "more"),
+    "no digest": (put({}, "__metadata__", told=False), "is no packed model"),
+    "packed by a list": (put([], "packed"), "its packed is [], expected an object"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lying_header_is_refused_and_named(lie):
+    change, message = LIES[lie]
+    path = scratch(lying(change))
+    with pytest.raises(PackError) as told:
+        mq.load(path)
+    assert str(path) in str(told.value)
+    assert message in str(told.value)
+
+
+def test_a_level_number_without_a_level_is_refused():
+    model = on_levels(mq.models.digitsnet(), mq.TERNARY)
+
+    def change(header, told, body):
+        begin, end = header["conv2.weight"]["data_offsets"]
+        body[begin:end] = b"\xff" * (end - begin)
+        return body
+
+    with pytest.raises(PackError, match=r"conv2\.weight has level number 3, but only 3 levels"):
+        mq.load(scratch(lying(change, model)))
+
+
+def test_keys_that_come_twice_and_deep_json_are_refused():
+    header, body = split(file.dump(network("digitsnet")))
+    text = json.dumps(header, separators=(",", ":"))
+    twice = text[:-1] + ',"fc.bias":' + json.dumps(header["fc.bias"]) + "}"
+    with pytest.raises(PackError, match=r"its header has the key 'fc\.bias' twice"):
+        mq.load(scratch(sealed(twice.encode(), body)))
+    deep = text[:-1] + ',"deep":' + "[" * 100_000 + "}"
+    with pytest.raises(PackError, match="its header is no JSON"):
+        mq.load(scratch(sealed(deep.encode(), body)))
+    with pytest.raises(PackError, match="NaN, which is no JSON"):
+        mq.load(scratch(sealed((text[:-1] + ',"x":NaN}').encode(), body)))
+
+
+def test_every_single_bit_flip_of_a_header_and_many_of_the_rest_are_refused():
+    content = file.dump(small())
+    length = int.from_bytes(content[:8], "little") + 8
+    for place in [*range(0, 8 * length, 7), *range(8 * length, 8 * len(content))]:
+        changed = bytearray(content)
+        changed[place // 8] ^= 1 << place % 8
+        with pytest.raises(PackError, match=r"scratch\.safetensors"):
+            read(scratch(bytes(changed)))
+
+
+def outcome(seed):
+    """What becomes of a changed file: refused, the same model, or the other model that a forger sealed."""
+    rng = generator(seed)
+    original, content, x = rng.choice(ORIGINALS)
+    sealed_again = rng.random() < 0.5
+    changed = (forged if sealed_again else damaged)(content, rng)
+    path = scratch(changed)
+    loaded, told = None, ""
+    try:
+        loaded = mq.load(path, None if isinstance(original, mq.models.DigitsNet) else original)
+    except PackError as error:
+        told = str(error)
+    if loaded is None:
+        assert str(path) in told
+        assert "\n" not in told
+        return "refused"
+    assert sealed_again or changed == content, "an altered file was loaded"
+    plain = mq.unpack(loaded)
+    if same_state(plain, original):
+        return "the same model"
+    with torch.no_grad():
+        y, expected = loaded(x), plain.eval()(x)
+    assert y.shape == expected.shape
+    if all(bool((t.abs() < 1e6).all()) for t in (expected, *plain.state_dict().values())):
+        torch.testing.assert_close(y.double(), expected.double(), rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    return "another model, sealed as such"
+
+
+DIGITS = images("digitsnet", 2)
+ORIGINALS = [
+    (model, file.dump(model), x) for model, x in ((small(), torch.ones(2, 1, 4, 4)), (network("digitsnet"), DIGITS))
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 2**40))
+def test_a_changed_file_is_refused_or_consistent(seed):
+    outcome(seed)
+
+
+def fuzz(count):
+    """Outcomes of many changed files, the longest time that one took, and the memory that was added, in bytes."""
+    outcomes, longest = {}, 0.0
+    for seed in range(200):
+        outcome(seed)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for seed in range(count):
+        began = time.monotonic()
+        found = outcome(seed)
+        outcomes[found] = outcomes.get(found, 0) + 1
+        longest = max(longest, time.monotonic() - began)
+    return outcomes, longest, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+@pytest.mark.slow
+def test_twenty_thousand_changed_files_are_refused_or_consistent(capsys):
+    outcomes, longest, added = fuzz(20_000)
+    with capsys.disabled():
+        print(f"\n20,000 changed files: {outcomes}; the longest took {longest:.2f} s; {added:,} bytes of memory added")
+    assert sum(outcomes.values()) == 20_000
+    assert outcomes["refused"] > 15_000
+    assert longest < 10
+    assert added < 200e6
+
+
+def test_files_need_torch_alone(tmp_path):
+    """Saving, loading and running need none of the packages that only tests and exports use."""
+    code = (
+        "import sys\n"
+        "for name in ('numpy', 'onnx', 'onnxruntime', 'openvino', 'safetensors'):\n"
+        "    sys.modules[name] = None\n"
+        "import torch, mirrorquant as mq\n"
+        "model = mq.models.digitsnet()\n"
+        "for p in model.parameters(): p.data.sign_()\n"
+        "mq.save(model, sys.argv[1])\n"
+        "assert mq.load(sys.argv[1])(torch.zeros(1, 1, 8, 8)).shape == (1, 10)\n"
+        "for to in ('onnx', 'openvino'):\n"
+        "    try: mq.export(model, sys.argv[1], (1, 8, 8), to=to)\n"
+        "    except mq.PackError as error: assert f'mirrorquant[{to}]' in str(error), error\n"
+        "    else: raise SystemExit('exported')\n"
+    )
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "net.safetensors")], check=True, env=environment)
