@@ -381,6 +381,15 @@ def test_errors_name_what_does_not_fit(change: dict, message: str) -> None:
         kernels.conv2d(prepared=kernels.prepare(codes, BINARY), **call)
 
 
+@needs_native
+@pytest.mark.parametrize("activation", ["float32", "binary"])
+def test_padding_beyond_all_memory_is_refused(activation: str) -> None:
+    prepared, far = kernels.prepare(torch.ones(1, 1, 1, 1, dtype=torch.uint8), BINARY), 2**30
+    options = {"padding": (far, far), "stride": (far, far), "activation": activation}
+    with pytest.raises(RuntimeError, match="too large|not enough memory"):
+        kernels.conv2d(torch.ones(1, 1, 1, 1), prepared, shape=(1, 1, 1, 1), levels=BINARY, **options)
+
+
 @pytest.mark.parametrize(
     ("codes", "levels", "groups", "message"),
     [

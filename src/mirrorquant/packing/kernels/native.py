@@ -15,7 +15,7 @@ _ABI = 1  # of csrc/api.c
 _NUMBERS = {"portable": 1, "avx2": 2, "avx512": 3}
 BAD_WEIGHT = 2
 _ERRORS = {
-    1: "the numbers of the layer contradict each other",
+    1: "the numbers of the layer contradict each other, or are too large",
     BAD_WEIGHT: "the prepared weight is damaged, or was prepared for another layer",
     3: "there is not enough memory for the kernel's tables",
     4: "this processor does not have the path",

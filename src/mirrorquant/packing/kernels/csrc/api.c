@@ -170,7 +170,8 @@ static int layer_is_sane(const mq_layer *is) {
     if (is->groups < 1 || is->c % is->groups || is->oh < 1 || is->ow < 1) return 0;
     if (is->oh != output_size(is->h, is->kh, is->sy, is->py, is->dy)) return 0;
     if (is->ow != output_size(is->w, is->kw, is->sx, is->px, is->dx)) return 0;
-    const double inputs = (double)is->n * (double)is->h * (double)is->w * (double)is->c;
+    const double rows = (double)is->h + 2 * (double)is->py, columns = (double)is->w + 2 * (double)is->px;
+    const double inputs = (double)(is->n + 1) * rows * (columns + (double)is->sx) * (double)is->c;
     const double outputs = (double)is->n * (double)is->oh * (double)is->ow * (double)is->o;
     return inputs < 1e15 && outputs < 1e15 && is->activation >= MQ_FLOAT && is->activation <= MQ_INT8;
 }

@@ -28,7 +28,7 @@ enum mq_path { MQ_PORTABLE = 1, MQ_AVX2 = 2, MQ_AVX512 = 3 };
 enum mq_activation { MQ_FLOAT = 0, MQ_BINARY = 1, MQ_INT8 = 2 };
 enum mq_status {
     MQ_OK = 0,
-    MQ_BAD_PROBLEM = 1, /* the numbers of the layer contradict each other */
+    MQ_BAD_PROBLEM = 1, /* the numbers of the layer contradict each other, or are too large */
     MQ_BAD_WEIGHT = 2,  /* the prepared weight is damaged, or was made for another layer */
     MQ_NO_MEMORY = 3,
     MQ_NO_PATH = 4, /* this processor, or this build, does not have the path */
