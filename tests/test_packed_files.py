@@ -160,6 +160,8 @@ def test_a_model_in_another_dtype_comes_back_in_it(dtype, tmp_path):
     model = network("digitsnet").to(dtype)
     mq.save(model, tmp_path / "net.safetensors")
     assert same_state(mq.unpack(mq.load(tmp_path / "net.safetensors")).eval(), model)
+    mq.save(mq.pack(network("digitsnet")).to(dtype), tmp_path / "cast.safetensors")
+    assert same_state(mq.unpack(mq.load(tmp_path / "cast.safetensors")).eval(), model)
     model.fc.float()
     mq.save(model, tmp_path / "net.safetensors")
     assert read(tmp_path / "net.safetensors").architecture is None
@@ -193,6 +195,8 @@ def test_buffers_of_any_kind_are_kept(tmp_path):
     model.register_buffer("phases", torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(PackError, match=r"phases is torch\.complex64"):
         mq.save(model, tmp_path / "net.safetensors")
+    with pytest.raises(PackError, match="at most 16,777,216 can be loaded"):
+        mq.save(small(), tmp_path / "net.safetensors", about={"x": "y" * 2**24})
     with pytest.raises(PackError, match=r"about is .*expected what JSON can hold"):
         mq.save(small(), tmp_path / "net.safetensors", about={"x": torch.ones(1)})
 

@@ -310,6 +310,11 @@ def test_a_packed_model_moves_copies_and_loads_as_any_model():
     double = copy.deepcopy(packed).double()
     torch.testing.assert_close(double(x.double()).float(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(double.float()(x), expected)
+    assert same_state(mq.unpack(copy.deepcopy(packed).bfloat16()), copy.deepcopy(model).bfloat16())
+    scaled = network("digitsnet", 0.1 * mq.BINARY, affine=True)
+    half = mq.pack(scaled, levels=0.1 * mq.BINARY).half()
+    assert same_state(mq.unpack(half), copy.deepcopy(scaled).half())
+    assert half(x.half()).dtype == torch.float16
     size = sum(tensor.numel() * tensor.element_size() for tensor in packed.state_dict().values())
     assert size < sum(parameter.numel() for parameter in model.parameters()) / 4  # no kernel layout, no float weights
 

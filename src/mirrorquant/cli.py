@@ -142,6 +142,8 @@ def evaluate(options: argparse.Namespace) -> None:
     """Evaluates the best rounded network of a run, or what was made from it."""
     if options.folder.suffix in (PACKED, ".onnx"):
         return _evaluate_file(options)
+    if options.data or options.model:
+        raise ConfigError("--data and --model are for files: a run knows both")
     config, state = _best(options.folder)
     data = load(config.data, config.data_root).to(config.torch_device)
     model, opt = _model(config, len(data.classes), data.shape[0])

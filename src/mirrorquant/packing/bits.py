@@ -18,7 +18,8 @@ tensor([[ 0.5000, -0.5000,  0.5000],
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +101,14 @@ class PackedTensor(nn.Module):
             return tensor
         rows, row = layout(self.shape)
         return (tensor.reshape(rows, row) * self.scale.to(self.dtype)[:, None]).reshape(self.shape)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PackedTensor:
+        """A cast changes what ``unpack`` gives: the levels, as the new dtype has them."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        if dtype != self.dtype:
+            self.levels, self.dtype = Levels(*torch.tensor(tuple(self.levels), dtype=dtype).tolist()), dtype
+        return self
 
     def get_extra_state(self) -> Tensor:
         """The levels, for ``state_dict``."""

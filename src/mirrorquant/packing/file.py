@@ -76,8 +76,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, about: dict[str, Any
         >>> import tempfile, torch, mirrorquant as mq
         >>> model = mq.models.digitsnet()
         >>> for parameter in model.parameters():
-        ...     parameter.data.sign_()
-        tensor(...)
+        ...     _ = parameter.data.sign_()
         >>> path = tempfile.mkdtemp() + "/digits.safetensors"
         >>> mq.save(model, path)
         >>> mq.load(path)(torch.zeros(1, 1, 8, 8)).shape
@@ -282,6 +281,10 @@ def _container(told: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > _MOST_HEADER:
+        raise PackError(
+            f"names and about take {len(text):,} bytes, but at most {_MOST_HEADER:,} can be loaded: tell less"
+        )
     content = bytearray(b"".join([struct.pack("<Q", len(text)), text, *chunks]))
     content[_DIGEST] = hashlib.sha256(content).hexdigest().encode()
     return bytes(content)

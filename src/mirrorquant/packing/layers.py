@@ -62,16 +62,20 @@ class _PackedLayer(nn.Module):
         for name in ("prepared", "gain", "shift", "fused_gain", "fused_shift"):
             self.register_buffer(name, None, persistent=False)
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
-        self._weight: dict[str, Any] = {"shape": tuple(weight.shape), "levels": tuple(weight.levels)}
+        self._weight: dict[str, Any] = {"shape": tuple(weight.shape)}
 
-    def refresh(self, *, weight: bool = True) -> None:
-        """Makes anew what is derived from the state: scales and shifts, and the weight as the kernels read it."""
+    def _prepare(self) -> None:
+        """Lays the weight out as the kernels read it."""
         bits = self.weight_bits
+        self._weight["levels"] = tuple(bits.levels)
+        if bits.planes.device.type != "meta":
+            self.prepared = kernels.prepare(bits.codes(), tuple(bits.levels), self.groups)
+
+    def refresh(self) -> None:
+        """Makes scales and shifts anew from the state."""
+        bits, bias = self.weight_bits, self.bias
         if bits.planes.device.type == "meta":
             return
-        if weight:
-            self.prepared = kernels.prepare(bits.codes(), tuple(bits.levels), self.groups)
-        bias = self.bias
         gain = None if bits.scale is None else bits.scale.double()
         shift = None if bias is None else bias.double()
         self.gain, self.shift = self._vector(gain), self._vector(shift)
@@ -95,7 +99,7 @@ class _PackedLayer(nn.Module):
     def fold(self, norm: Norm) -> None:
         """Takes over the work of a batch norm that follows, with the statistics that it has collected."""
         self.norm = (norm,)
-        self.refresh(weight=False)
+        self.refresh()
 
     def take_sign(self) -> bool:
         """Takes over the sign that precedes the layer; False where its levels do not allow it."""
@@ -103,11 +107,14 @@ class _PackedLayer(nn.Module):
         return self.after_sign
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> _PackedLayer:
-        before = self.weight_bits.planes.device
+        bits = self.weight_bits
+        before = bits.planes.device, bits.levels
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        here = self.weight_bits.planes.device
+        if (bits.planes.device, bits.levels) != before:
+            self._prepare()
+        here = bits.planes.device
         if all(norm.running_var is not None and norm.running_var.device == here for norm in self.norm):
-            self.refresh(weight=before != here)  # otherwise the norm is on its way: the model refreshes in the end
+            self.refresh()  # otherwise the norm is on its way: the model refreshes in the end
         return self
 
     def extra_repr(self) -> str:
@@ -133,6 +140,7 @@ class PackedConv2d(_PackedLayer):
         self.padding, self.padding_mode = padding, padding_mode
         self._pads = pads(padding, weight.shape[2:], dilation)
         self._weight |= {"stride": stride, "dilation": dilation, "groups": groups}
+        self._prepare()
         self.refresh()
 
     @classmethod
@@ -201,6 +209,7 @@ class PackedLinear(_PackedLayer):
     def __init__(self, weight: PackedTensor, bias: PackedTensor | Tensor | None = None, *, int8: bool = False) -> None:
         super().__init__(weight, bias)
         self.activation = "int8" if int8 else "float32"
+        self._prepare()
         self.refresh()
 
     @classmethod
@@ -242,6 +251,7 @@ class PackedLinear(_PackedLayer):
 
 def _after_loading(layer: nn.Module, keys: Any) -> None:
     assert isinstance(layer, _PackedLayer)
+    layer._prepare()
     layer.refresh()
 
 

@@ -158,13 +158,15 @@ class PackedModel(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PackedModel:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        cast = {name: tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype) for name, tensor in state(self.plain)}
+        self.__dict__["plain"] = filled(self.plain, cast)
         self._refresh()
         return self
 
     def _refresh(self) -> None:
         for module in self.network.modules():
             if isinstance(module, _PACKED):
-                module.refresh(weight=False)
+                module.refresh()
         if self.graph is not None:  # which refers to parameters of the network by themselves, too
             self.__dict__["graph"] = fx.GraphModule(self.network, self.graph.graph)
 
