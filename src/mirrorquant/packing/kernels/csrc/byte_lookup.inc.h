@@ -22,7 +22,6 @@ static inline bytes set8(int v) { return _mm512_set1_epi8((char)v); }
 static inline bytes set16(int v) { return _mm512_set1_epi16((short)v); }
 static inline bytes set32(int v) { return _mm512_set1_epi32(v); }
 static inline bytes add8(bytes a, bytes b) { return _mm512_add_epi8(a, b); }
-static inline bytes sub8(bytes a, bytes b) { return _mm512_sub_epi8(a, b); }
 static inline bytes add16(bytes a, bytes b) { return _mm512_add_epi16(a, b); }
 static inline bytes sub16(bytes a, bytes b) { return _mm512_sub_epi16(a, b); }
 static inline bytes add32(bytes a, bytes b) { return _mm512_add_epi32(a, b); }
@@ -51,7 +50,6 @@ static inline bytes set8(int v) { return _mm256_set1_epi8((char)v); }
 static inline bytes set16(int v) { return _mm256_set1_epi16((short)v); }
 static inline bytes set32(int v) { return _mm256_set1_epi32(v); }
 static inline bytes add8(bytes a, bytes b) { return _mm256_add_epi8(a, b); }
-static inline bytes sub8(bytes a, bytes b) { return _mm256_sub_epi8(a, b); }
 static inline bytes add16(bytes a, bytes b) { return _mm256_add_epi16(a, b); }
 static inline bytes sub16(bytes a, bytes b) { return _mm256_sub_epi16(a, b); }
 static inline bytes add32(bytes a, bytes b) { return _mm256_add_epi32(a, b); }
@@ -103,11 +101,14 @@ static inline void finish_block(const mq_call *call, int64_t pixel, int64_t bloc
  *
  * The table of four signs counts how many differ from the four weights: 0 to 4, which takes half a byte. So one table
  * serves two pixels, the first in the low halves and the second in the high ones. Three look-ups are added up before
- * the halves would overflow (3 * 4 < 16). Then
+ * the halves would overflow (3 * 4 < 16). Then, in bytes and modulo 256,
  *
- *     all += sum;  high += sum >> 4 & 15        (bytes; all modulo 256)
+ *     all += sum;  moved += sum >> 4        (the shift is one of 16-bit words)
  *
- * and at the end of a run of at most 63 look-ups (63 * 4 < 256) the counts are high, and all - 16 * high.
+ * for at most 63 look-ups, whose counts fit a byte (63 * 4 < 256). With L and H the counts of the two pixels, even and
+ * odd channels being the bytes of a word, all = L + 16 H in each byte; moved = H in the odd one, and H + 16 L(odd) in
+ * the even one, into which the shift moved its neighbour's low half. So H(odd), L(odd), H(even) and L(even) follow.
+ *
  * A padded position contributes nothing if it differs in half of its signs: its table holds 2 everywhere. That is the
  * 17th sign nibble, so tables are numbered 17 * first + second.
  */
@@ -171,22 +172,20 @@ static void PATH(make_row)(const mq_call *call, const signs *in, int64_t index, 
         offsets[i] = (uint16_t)(16 * (NIBBLES * nibbles[i] + partner[i]));
 }
 
-/* Counts of differing signs, for the pixels of a tile and the channels of a block: 16-bit words that hold two
- * neighbouring channels (all, modulo 2^16) and the upper ones alone (odd). */
+/* Counts of differing signs, for the pixels of a tile and the channels of a block, in 16-bit words. */
 typedef struct {
-    bytes all[PIXELS][VECTORS], odd[PIXELS][VECTORS];
+    bytes even[PIXELS][VECTORS], odd[PIXELS][VECTORS];
 } word_counts;
 
 /* Adds a run of at most RUN quads. */
 static inline __attribute__((always_inline)) void PATH(count_run)(const uint8_t *tables, const uint16_t *const *at,
                                                                   int64_t start, int64_t length, const uint8_t *weights,
                                                                   word_counts *counts) {
-    const bytes low_half = set8(15);
-    bytes all[PIXEL_PAIRS][VECTORS], high[PIXEL_PAIRS][VECTORS];
+    bytes all[PIXEL_PAIRS][VECTORS], moved[PIXEL_PAIRS][VECTORS];
 #pragma GCC unroll 4
     for (int pair = 0; pair < PIXEL_PAIRS; pair++)
 #pragma GCC unroll 2
-        for (int v = 0; v < VECTORS; v++) all[pair][v] = high[pair][v] = set8(0);
+        for (int v = 0; v < VECTORS; v++) all[pair][v] = moved[pair][v] = set8(0);
     int64_t i = start;
     for (; i + 3 <= start + length; i += 3, weights += 3 * BLOCK) {
 #pragma GCC unroll 4
@@ -201,8 +200,8 @@ static inline __attribute__((always_inline)) void PATH(count_run)(const uint8_t 
                 const bytes two = add8(shuffle(t0, load(w)), shuffle(t1, load(w + BLOCK)));
                 const bytes sum = add8(two, shuffle(t2, load(w + 2 * BLOCK)));
                 all[pair][v] = add8(all[pair][v], sum);
-                high[pair][v] = add8(high[pair][v], and_(right16(sum, 4), low_half));
-                KEEP_ORDER(all[pair][v], high[pair][v]);
+                moved[pair][v] = add8(moved[pair][v], right16(sum, 4));
+                KEEP_ORDER(all[pair][v], moved[pair][v]);
             }
         }
     }
@@ -213,26 +212,28 @@ static inline __attribute__((always_inline)) void PATH(count_run)(const uint8_t 
             for (int v = 0; v < VECTORS; v++) {
                 const bytes sum = shuffle(repeat16(tables + at[pair][i]), load(weights + v * BYTES));
                 all[pair][v] = add8(all[pair][v], sum);
-                high[pair][v] = add8(high[pair][v], and_(right16(sum, 4), low_half));
+                moved[pair][v] = add8(moved[pair][v], right16(sum, 4));
             }
 #pragma GCC unroll 4
     for (int pair = 0; pair < PIXEL_PAIRS; pair++)
 #pragma GCC unroll 2
         for (int v = 0; v < VECTORS; v++) {
-            const bytes count[2] = {sub8(all[pair][v], and_(left16(high[pair][v], 4), set8(0xf0))), high[pair][v]};
-#pragma GCC unroll 2
-            for (int second = 0; second < 2; second++) {
-                const int pixel = 2 * pair + second;
-                counts->all[pixel][v] = add16(counts->all[pixel][v], count[second]);
-                counts->odd[pixel][v] = add16(counts->odd[pixel][v], right16(count[second], 8));
-            }
+            const bytes low_byte = set16(255);
+            const bytes high_odd = right16(moved[pair][v], 8);
+            const bytes low_odd = and_(sub16(right16(all[pair][v], 8), left16(high_odd, 4)), low_byte);
+            const bytes high_even = and_(sub16(moved[pair][v], left16(low_odd, 4)), low_byte);
+            const bytes low_even = and_(sub16(all[pair][v], left16(high_even, 4)), low_byte);
+            counts->even[2 * pair][v] = add16(counts->even[2 * pair][v], low_even);
+            counts->odd[2 * pair][v] = add16(counts->odd[2 * pair][v], low_odd);
+            counts->even[2 * pair + 1][v] = add16(counts->even[2 * pair + 1][v], high_even);
+            counts->odd[2 * pair + 1][v] = add16(counts->odd[2 * pair + 1][v], high_odd);
         }
 }
 
 /* The counts of a pixel, in the order of the channels. */
 static inline void PATH(in_order)(const word_counts *counts, int pixel, uint16_t *out) {
     for (int v = 0; v < VECTORS; v++) {
-        const bytes odd = counts->odd[pixel][v], even = sub16(counts->all[pixel][v], left16(odd, 8));
+        const bytes even = counts->even[pixel][v], odd = counts->odd[pixel][v];
         uint16_t half[2][WORDS]; /* interleaving works within 16 bytes: channels 16 q .. 16 q + 7, and the next eight */
         store(half[0], interleave_low(even, odd));
         store(half[1], interleave_high(even, odd));
