@@ -14,7 +14,8 @@ int mq_paths(void);
 int64_t mq_prepared_bytes(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
 int mq_prepare(const uint8_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, uint8_t *, int64_t);
 int mq_decode(const uint8_t *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, uint8_t *);
-int mq_run(const mq_layer *, const float *, const uint8_t *, int64_t, const float *, const float *, const float *, float *);
+int mq_run(const mq_layer *, const float *, const uint8_t *, int64_t, const float *, const float *, const float *,
+           float *);
 
 static int64_t from(int64_t low, int64_t high) { return low + rand() % (high - low + 1); }
 
@@ -33,8 +34,10 @@ static void fail(const char *what, const mq_layer *is) {
 }
 
 static void one_layer(void) {
-    mq_layer is = {.n = from(0, 3), .groups = from(0, 4) ? 1 : from(2, 3), .levels = from(2, 3), .activation = from(0, 2)};
-    is.kh = from(1, 4), is.kw = from(1, 5), is.sy = from(1, 3), is.sx = from(1, 3), is.dy = from(1, 2), is.dx = from(1, 3);
+    mq_layer is = {
+        .n = from(0, 3), .groups = from(0, 4) ? 1 : from(2, 3), .levels = from(2, 3), .activation = from(0, 2)};
+    is.kh = from(1, 4), is.kw = from(1, 5), is.sy = from(1, 3), is.sx = from(1, 3), is.dy = from(1, 2),
+    is.dx = from(1, 3);
     is.py = from(0, 3), is.px = from(0, 3), is.h = from(1, 12), is.w = from(1, 40), is.relu = from(0, 1);
     is.c = is.groups * from(1, 70), is.o = is.groups * from(1, 140), is.threads = from(1, 3);
     if (is.activation == MQ_INT8 || !from(0, 4)) { /* a linear layer */
@@ -42,7 +45,8 @@ static void one_layer(void) {
         is.py = is.px = 0;
         is.c = from(1, 1500);
     }
-    const int64_t rows = is.h + 2 * is.py - is.dy * (is.kh - 1) - 1, columns = is.w + 2 * is.px - is.dx * (is.kw - 1) - 1;
+    const int64_t rows = is.h + 2 * is.py - is.dy * (is.kh - 1) - 1,
+                  columns = is.w + 2 * is.px - is.dx * (is.kw - 1) - 1;
     if (rows < 0 || columns < 0) return;
     is.oh = rows / is.sy + 1, is.ow = columns / is.sx + 1;
     const int64_t cg = is.c / is.groups, weights = is.o * cg * is.kh * is.kw, outputs = is.n * is.oh * is.ow * is.o;
@@ -62,13 +66,15 @@ static void one_layer(void) {
         if (!(mq_paths() >> is.path & 1)) continue;
         float *out = is.path == MQ_PORTABLE ? expected : y;
         if (mq_run(&is, x, prepared, bytes, scale, shift, residual, out)) fail("run", &is);
-        if (mq_run(&is, x, prepared, bytes - 1, scale, shift, residual, out) != MQ_BAD_WEIGHT) fail("short weight", &is);
+        if (mq_run(&is, x, prepared, bytes - 1, scale, shift, residual, out) != MQ_BAD_WEIGHT)
+            fail("short weight", &is);
         for (int64_t i = 0; !damaged && i < outputs; i++) {
             const float gap = fabsf(out[i] - expected[i]);
             if (is.activation == MQ_FLOAT ? gap > 1e-2f + 1e-4f * fabsf(expected[i]) : gap != 0) fail("differs", &is);
         }
     }
-    free(codes), free(decoded), free(prepared), free(x), free(scale), free(shift), free(residual), free(y), free(expected);
+    free(codes), free(decoded), free(prepared), free(x), free(scale), free(shift), free(residual), free(y),
+        free(expected);
 }
 
 int main(int argc, char **argv) {

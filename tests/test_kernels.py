@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mirrorquant
 from mirrorquant.packing import kernels
-from mirrorquant.packing.kernels import fallback, native, ops
+from mirrorquant.packing.kernels import fallback, gpu, native, ops
 from mirrorquant.packing.kernels.layout import HEADER_BYTES
 from mirrorquant.packing.kernels.prepared import weight
 
@@ -282,6 +282,18 @@ def test_a_prepared_weight_reads_back(shape: tuple[int, ...], levels: tuple[floa
     assert torch.equal(weight(prepared, shape, levels, 1), fallback.decode(codes, levels))
 
 
+@pytest.mark.parametrize("levels", [BINARY, TERNARY])
+@pytest.mark.parametrize("inputs", [64, 512, 777])
+def test_the_layout_for_gpus_reads_back(levels: tuple[float, ...], inputs: int) -> None:
+    codes = codes_of((5, inputs), levels)
+    prepared = gpu.prepare(codes, levels)
+    assert gpu.is_gpu(prepared, codes.shape, levels)
+    assert not gpu.is_gpu(kernels.prepare(codes, levels), codes.shape, levels)
+    assert torch.equal(gpu.unpack(prepared, codes.shape, levels, torch.float32), fallback.decode(codes, levels))
+    words = prepared[HEADER_BYTES:].view(torch.int32).view(len(levels) - 1, 5, -1, 16)
+    assert int(words[0, 3, 0, 7] >> 2 & 1) == int(codes[3, 16 * 2 + 7] > 0)
+
+
 def damaged(prepared: Tensor, kind: str) -> Tensor:
     bad = prepared.clone()
     match kind:
@@ -379,6 +391,15 @@ def test_errors_name_what_does_not_fit(change: dict, message: str) -> None:
     call = {"x": torch.randn(1, 8, 5, 5), "shape": codes.shape, "levels": BINARY, **change}
     with pytest.raises(ValueError, match=message):
         kernels.conv2d(prepared=kernels.prepare(codes, BINARY), **call)
+
+
+@needs_native
+@pytest.mark.parametrize("activation", ["float32", "binary"])
+def test_padding_beyond_all_memory_is_refused(activation: str) -> None:
+    prepared, far = kernels.prepare(torch.ones(1, 1, 1, 1, dtype=torch.uint8), BINARY), 2**30
+    options = {"padding": (far, far), "stride": (far, far), "activation": activation}
+    with pytest.raises(RuntimeError, match=r"too large|not enough memory"):
+        kernels.conv2d(torch.ones(1, 1, 1, 1), prepared, shape=(1, 1, 1, 1), levels=BINARY, **options)
 
 
 @pytest.mark.parametrize(

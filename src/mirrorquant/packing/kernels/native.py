@@ -11,10 +11,11 @@ from torch import Tensor
 __all__ = ["BAD_WEIGHT", "Layer", "decode", "paths", "prepare", "reason", "run"]
 
 _FILE = Path(__file__).with_name("_kernels.so")
+_ABI = 1  # of csrc/api.c
 _NUMBERS = {"portable": 1, "avx2": 2, "avx512": 3}
 BAD_WEIGHT = 2
 _ERRORS = {
-    1: "the numbers of the layer contradict each other",
+    1: "the numbers of the layer contradict each other, or are too large",
     BAD_WEIGHT: "the prepared weight is damaged, or was prepared for another layer",
     3: "there is not enough memory for the kernel's tables",
     4: "this processor does not have the path",
@@ -100,8 +101,11 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         )
     try:
         library = ctypes.CDLL(str(_FILE))
-    except OSError as error:
-        return None, f"{_FILE.name} does not load ({error})"
+        abi = library.mq_abi()
+    except (OSError, AttributeError) as error:
+        return None, f"{_FILE.name} does not load ({error}); install mirrorquant again"
+    if abi != _ABI:
+        return None, f"{_FILE.name} is of another version ({abi}, expected {_ABI}); install mirrorquant again"
     i64, pointer = ctypes.c_int64, ctypes.c_void_p
     library.mq_prepared_bytes.restype = i64
     library.mq_prepared_bytes.argtypes = [i64] * 6

@@ -69,12 +69,17 @@ def check(prepared: Tensor, shape: Sequence[int], levels: Sequence[float], group
 
 
 def weight(prepared: Tensor, shape: Sequence[int], levels: Sequence[float], groups: int) -> Tensor:
-    """The float32 weight of a prepared one."""
+    """The float32 weight of a prepared one.
+
+    On a GPU only the size is checked: reading the header would wait for the device, and break CUDA graphs.
+    """
+    expected = HEADER_BYTES + 4 * math.prod(shape)
+    if prepared.is_cuda and prepared.dtype == torch.uint8 and prepared.shape == (expected,):
+        return prepared[HEADER_BYTES:].view(torch.float32).view(tuple(shape))
     header = check(prepared, shape, levels, groups)
     if header.layout == "native":
         codes = native.decode(prepared.cpu(), header.shape, groups, header.levels)
         return fallback.decode(codes.to(prepared.device), levels).view(tuple(shape))
-    expected = HEADER_BYTES + 4 * math.prod(shape)
     if header.total != expected:
         raise ValueError(f"the prepared weight has {header.total} bytes, but its shape {list(shape)} needs {expected}")
     return prepared[HEADER_BYTES:].view(torch.float32).view(tuple(shape))

@@ -25,6 +25,9 @@ void *mq_scratch(int64_t bytes) {
     return memory;
 }
 
+/* Changes with these functions and with mq_layer, so that Python notices a library of another version. */
+MQ_API int mq_abi(void) { return 1; }
+
 /* Bit p is set where path p was compiled and this processor runs it. */
 MQ_API int mq_paths(void) {
     int paths = 1 << MQ_PORTABLE;
@@ -74,8 +77,8 @@ MQ_API int64_t mq_prepared_bytes(int64_t o, int64_t cg, int64_t kh, int64_t kw, 
 }
 
 /* Positions of a nibble in the two layouts. */
-static int64_t at_pixel(const mq_call *call, int64_t kw, int64_t kh, int64_t group, int64_t o, int64_t plane, int64_t ky,
-                        int64_t kx, int64_t quad) {
+static int64_t at_pixel(const mq_call *call, int64_t kw, int64_t kh, int64_t group, int64_t o, int64_t plane,
+                        int64_t ky, int64_t kx, int64_t quad) {
     const int64_t step = plane * kw + kx, pair = ky * call->quads + quad;
     const int64_t block = group * call->blocks8 + o / 8;
     return ((block * kh * call->quads + pair) * call->planes * kw + step) * 8 + o % 8;
@@ -89,10 +92,10 @@ static int64_t at_channel(const mq_call *call, int64_t group, int64_t o, int64_t
 /* Bits by which a nibble is shifted in its byte of the byte layout. */
 static int at_bit(const mq_call *call, int64_t quad) { return call->pointwise && quad % 2 ? 4 : 0; }
 
-/* Level indices [O, C/groups, kh, kw] to a prepared weight of mq_prepared_bytes. A set bit is +1; the planes of {-1, 0, +1}
- * are "at least 0" and "+1". */
-MQ_API int mq_prepare(const uint8_t *codes, int64_t o, int64_t cg, int64_t kh, int64_t kw, int64_t groups, int64_t levels,
-                      uint8_t *prepared, int64_t bytes) {
+/* Level indices [O, C/groups, kh, kw] to a prepared weight of mq_prepared_bytes. A set bit is +1; the planes of {-1, 0,
+ * +1} are "at least 0" and "+1". */
+MQ_API int mq_prepare(const uint8_t *codes, int64_t o, int64_t cg, int64_t kh, int64_t kw, int64_t groups,
+                      int64_t levels, uint8_t *prepared, int64_t bytes) {
     mq_call call;
     if (!derive(&call, o, cg, kh, kw, groups, levels)) return MQ_BAD_PROBLEM;
     const parts at = parts_of(&call, groups);
@@ -126,12 +129,13 @@ static int header_fits(const uint8_t *prepared, int64_t bytes, int64_t o, int64_
     if (bytes < HEADER_BYTES || bytes != total) return 0;
     memcpy(&head, prepared, sizeof head);
     return !memcmp(head.magic, MAGIC, sizeof head.magic) && head.layout == NATIVE_LAYOUT && head.levels == levels &&
-           head.o == o && head.cg == cg && head.kh == kh && head.kw == kw && head.groups == groups && head.total == bytes;
+           head.o == o && head.cg == cg && head.kh == kh && head.kw == kw && head.groups == groups &&
+           head.total == bytes;
 }
 
 /* A prepared weight back to level indices. */
-MQ_API int mq_decode(const uint8_t *prepared, int64_t bytes, int64_t o, int64_t cg, int64_t kh, int64_t kw, int64_t groups,
-                     int64_t levels, uint8_t *codes) {
+MQ_API int mq_decode(const uint8_t *prepared, int64_t bytes, int64_t o, int64_t cg, int64_t kh, int64_t kw,
+                     int64_t groups, int64_t levels, uint8_t *codes) {
     mq_call call;
     if (!derive(&call, o, cg, kh, kw, groups, levels)) return MQ_BAD_PROBLEM;
     const parts at = parts_of(&call, groups);
@@ -142,7 +146,8 @@ MQ_API int mq_decode(const uint8_t *prepared, int64_t bytes, int64_t o, int64_t 
                 uint8_t code = 0;
                 for (int64_t plane = 0; plane < call.planes; plane++) {
                     const int64_t place = at_channel(&call, out / call.og, out % call.og, plane, tap, in / 4);
-                    code = (uint8_t)(code + ((prepared[at.by_channel + place] >> (in % 4 + at_bit(&call, in / 4))) & 1));
+                    code =
+                        (uint8_t)(code + ((prepared[at.by_channel + place] >> (in % 4 + at_bit(&call, in / 4))) & 1));
                 }
                 codes[(out * cg + in) * call.taps + tap] = code;
             }
@@ -165,7 +170,8 @@ static int layer_is_sane(const mq_layer *is) {
     if (is->groups < 1 || is->c % is->groups || is->oh < 1 || is->ow < 1) return 0;
     if (is->oh != output_size(is->h, is->kh, is->sy, is->py, is->dy)) return 0;
     if (is->ow != output_size(is->w, is->kw, is->sx, is->px, is->dx)) return 0;
-    const double inputs = (double)is->n * (double)is->h * (double)is->w * (double)is->c;
+    const double rows = (double)is->h + 2 * (double)is->py, columns = (double)is->w + 2 * (double)is->px;
+    const double inputs = (double)(is->n + 1) * rows * (columns + (double)is->sx) * (double)is->c;
     const double outputs = (double)is->n * (double)is->oh * (double)is->ow * (double)is->o;
     return inputs < 1e15 && outputs < 1e15 && is->activation >= MQ_FLOAT && is->activation <= MQ_INT8;
 }
@@ -175,14 +181,15 @@ enum { FEW_ROWS = 7 };
 
 static int run(const mq_call *call) {
     const mq_layer *is = &call->is;
-    const int is_linear = call->taps == 1 && is->groups == 1 && is->oh == is->h && is->ow == is->w && !is->py && !is->px;
+    const int is_linear =
+        call->taps == 1 && is->groups == 1 && is->oh == is->h && is->ow == is->w && !is->py && !is->px;
     const int few = is_linear && is->n * is->h * is->w <= FEW_ROWS;
     if (is->activation == MQ_INT8 && !is_linear) return MQ_BAD_PROBLEM;
-#define RUN(name)                                                              \
-    switch (is->activation) {                                                  \
-    case MQ_FLOAT: return few ? mq_float_rows_##name(call) : mq_float_##name(call); \
-    case MQ_BINARY: return mq_binary_##name(call);                             \
-    default: return mq_int8_##name(call);                                      \
+#define RUN(name)                                                                                                      \
+    switch (is->activation) {                                                                                          \
+    case MQ_FLOAT: return few ? mq_float_rows_##name(call) : mq_float_##name(call);                                    \
+    case MQ_BINARY: return mq_binary_##name(call);                                                                     \
+    default: return mq_int8_##name(call);                                                                              \
     }
     switch (is->path) {
     case MQ_PORTABLE: RUN(portable)

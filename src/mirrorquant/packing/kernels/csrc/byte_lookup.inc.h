@@ -1,8 +1,8 @@
 /* Binary and int8 activations, and float ones in few rows: a template. Define before: PATH(name), and VECTOR_LANES = 8
  * (AVX2) or 16 (AVX-512).
  *
- * The 16 signed sums of four inputs are bytes here, and the table of them is a register. One byte shuffle looks it up for
- * as many output channels as a vector has bytes, the nibbles of their weights being the indices.
+ * The 16 signed sums of four inputs are bytes here, and the table of them is a register. One byte shuffle looks it up
+ * for as many output channels as a vector has bytes, the nibbles of their weights being the indices.
  */
 #include "kernels.h"
 
@@ -22,7 +22,6 @@ static inline bytes set8(int v) { return _mm512_set1_epi8((char)v); }
 static inline bytes set16(int v) { return _mm512_set1_epi16((short)v); }
 static inline bytes set32(int v) { return _mm512_set1_epi32(v); }
 static inline bytes add8(bytes a, bytes b) { return _mm512_add_epi8(a, b); }
-static inline bytes sub8(bytes a, bytes b) { return _mm512_sub_epi8(a, b); }
 static inline bytes add16(bytes a, bytes b) { return _mm512_add_epi16(a, b); }
 static inline bytes sub16(bytes a, bytes b) { return _mm512_sub_epi16(a, b); }
 static inline bytes add32(bytes a, bytes b) { return _mm512_add_epi32(a, b); }
@@ -51,7 +50,6 @@ static inline bytes set8(int v) { return _mm256_set1_epi8((char)v); }
 static inline bytes set16(int v) { return _mm256_set1_epi16((short)v); }
 static inline bytes set32(int v) { return _mm256_set1_epi32(v); }
 static inline bytes add8(bytes a, bytes b) { return _mm256_add_epi8(a, b); }
-static inline bytes sub8(bytes a, bytes b) { return _mm256_sub_epi8(a, b); }
 static inline bytes add16(bytes a, bytes b) { return _mm256_add_epi16(a, b); }
 static inline bytes sub16(bytes a, bytes b) { return _mm256_sub_epi16(a, b); }
 static inline bytes add32(bytes a, bytes b) { return _mm256_add_epi32(a, b); }
@@ -71,12 +69,16 @@ static inline floats positive(floats a) { return _mm256_max_ps(_mm256_setzero_ps
 #endif
 
 enum {
-    BLOCK = 64,                    /* output channels of a block of weights */
+    BLOCK = 64, /* output channels of a block of weights */
     VECTORS = BLOCK / BYTES,
-    WORDS = BYTES / 2,             /* 16-bit numbers in a vector */
-    NUMBERS = BYTES / 4,           /* 32-bit numbers in a vector */
+    WORDS = BYTES / 2,   /* 16-bit numbers in a vector */
+    NUMBERS = BYTES / 4, /* 32-bit numbers in a vector */
     PIXELS = 2 * PIXEL_PAIRS,
 };
+
+/* Two sums that stay in registers, computed up to here: GCC 12 would otherwise reorder the loop's work and spill them.
+ */
+#define KEEP_ORDER(a, b) __asm__ volatile("" : "+v"(a), "+v"(b) : : "memory")
 
 /* Values of up to 64 output channels of a pixel, finished and written. */
 static inline void finish_block(const mq_call *call, int64_t pixel, int64_t block, const float *values) {
@@ -98,12 +100,15 @@ static inline void finish_block(const mq_call *call, int64_t pixel, int64_t bloc
 /* ---- Binary activations ------------------------------------------------------------------------------------------
  *
  * The table of four signs counts how many differ from the four weights: 0 to 4, which takes half a byte. So one table
- * serves two pixels, the first in the low halves and the second in the high ones. Three look-ups are added up before the
- * halves would overflow (3 * 4 < 16). Then
+ * serves two pixels, the first in the low halves and the second in the high ones. Three look-ups are added up before
+ * the halves would overflow (3 * 4 < 16). Then, in bytes and modulo 256,
  *
- *     all += sum;  high += sum >> 4 & 15        (bytes; all modulo 256)
+ *     all += sum;  moved += sum >> 4        (the shift is one of 16-bit words)
  *
- * and at the end of a run of at most 63 look-ups (63 * 4 < 256) the counts are high, and all - 16 * high.
+ * for at most 63 look-ups, whose counts fit a byte (63 * 4 < 256). With L and H the counts of the two pixels, even and
+ * odd channels being the bytes of a word, all = L + 16 H in each byte; moved = H in the odd one, and H + 16 L(odd) in
+ * the even one, into which the shift moved its neighbour's low half. So H(odd), L(odd), H(even) and L(even) follow.
+ *
  * A padded position contributes nothing if it differs in half of its signs: its table holds 2 everywhere. That is the
  * 17th sign nibble, so tables are numbered 17 * first + second.
  */
@@ -114,7 +119,8 @@ static void make_pair_tables(uint8_t *tables) {
     for (int nibble = 0; nibble < NIBBLES; nibble++)
         for (int w = 0; w < 16; w++) {
             const int differ = nibble ^ w;
-            single[nibble][w] = (uint8_t)(nibble == PADDING ? 2 : (differ & 1) + (differ >> 1 & 1) + (differ >> 2 & 1) + (differ >> 3));
+            const int count = (differ & 1) + (differ >> 1 & 1) + (differ >> 2 & 1) + (differ >> 3 & 1);
+            single[nibble][w] = (uint8_t)(nibble == PADDING ? 2 : count);
         }
     for (int first = 0; first < NIBBLES; first++)
         for (int second = 0; second < NIBBLES; second++) {
@@ -129,8 +135,10 @@ static inline void PATH(sign_nibbles)(const float *x, int64_t channels, uint8_t 
     const __m256 zero = _mm256_setzero_ps();
     for (; channels >= 32; channels -= 32, x += 32, nibble += 8) {
         uint64_t bits = 0;
-        for (int i = 0; i < 4; i++)
-            bits |= (uint64_t)(unsigned)_mm256_movemask_ps(_mm256_cmp_ps(_mm256_loadu_ps(x + 8 * i), zero, _CMP_GE_OQ)) << 8 * i;
+        for (int i = 0; i < 4; i++) {
+            const __m256 positive = _mm256_cmp_ps(_mm256_loadu_ps(x + 8 * i), zero, _CMP_GE_OQ);
+            bits |= (uint64_t)(unsigned)_mm256_movemask_ps(positive) << 8 * i;
+        }
         bits = (bits | bits << 16) & UINT64_C(0x0000ffff0000ffff); /* one nibble a byte */
         bits = (bits | bits << 8) & UINT64_C(0x00ff00ff00ff00ff);
         bits = (bits | bits << 4) & UINT64_C(0x0f0f0f0f0f0f0f0f);
@@ -143,8 +151,8 @@ static inline void PATH(sign_nibbles)(const float *x, int64_t channels, uint8_t 
     }
 }
 
-/* The input as offsets of pair tables: [group][n][padded row][padded column][quad], each for the pixel there and the one
- * that the next output pixel sees in its place, one stride to the right. */
+/* The input as offsets of pair tables: [group][n][padded row][padded column][quad], each for the pixel there and the
+ * one that the next output pixel sees in its place, one stride to the right. */
 typedef struct {
     uint16_t *offsets;
     int64_t rows, columns; /* with the padding */
@@ -160,24 +168,24 @@ static void PATH(make_row)(const mq_call *call, const signs *in, int64_t index, 
             PATH(sign_nibbles)(call->x + ((n * is->h + y) * is->w + x) * is->c + group * call->cg, call->cg,
                                nibbles + (x + is->px) * call->quads);
     const uint8_t *partner = nibbles + is->sx * call->quads;
-    for (int64_t i = 0; i < in->columns * call->quads; i++) offsets[i] = (uint16_t)(16 * (NIBBLES * nibbles[i] + partner[i]));
+    for (int64_t i = 0; i < in->columns * call->quads; i++)
+        offsets[i] = (uint16_t)(16 * (NIBBLES * nibbles[i] + partner[i]));
 }
 
-/* Counts of differing signs, for the pixels of a tile and the channels of a block: 16-bit words that hold two neighbouring
- * channels (all, modulo 2^16) and the upper ones alone (odd). */
+/* Counts of differing signs, for the pixels of a tile and the channels of a block, in 16-bit words. */
 typedef struct {
-    bytes all[PIXELS][VECTORS], odd[PIXELS][VECTORS];
+    bytes even[PIXELS][VECTORS], odd[PIXELS][VECTORS];
 } word_counts;
 
 /* Adds a run of at most RUN quads. */
-static inline __attribute__((always_inline)) void PATH(count_run)(const uint8_t *tables, const uint16_t *const *at, int64_t start, int64_t length,
-                                   const uint8_t *weights, word_counts *counts) {
-    const bytes low_half = set8(15);
-    bytes all[PIXEL_PAIRS][VECTORS], high[PIXEL_PAIRS][VECTORS];
+static inline __attribute__((always_inline)) void PATH(count_run)(const uint8_t *tables, const uint16_t *const *at,
+                                                                  int64_t start, int64_t length, const uint8_t *weights,
+                                                                  word_counts *counts) {
+    bytes all[PIXEL_PAIRS][VECTORS], moved[PIXEL_PAIRS][VECTORS];
 #pragma GCC unroll 4
     for (int pair = 0; pair < PIXEL_PAIRS; pair++)
 #pragma GCC unroll 2
-        for (int v = 0; v < VECTORS; v++) all[pair][v] = high[pair][v] = set8(0);
+        for (int v = 0; v < VECTORS; v++) all[pair][v] = moved[pair][v] = set8(0);
     int64_t i = start;
     for (; i + 3 <= start + length; i += 3, weights += 3 * BLOCK) {
 #pragma GCC unroll 4
@@ -192,8 +200,8 @@ static inline __attribute__((always_inline)) void PATH(count_run)(const uint8_t 
                 const bytes two = add8(shuffle(t0, load(w)), shuffle(t1, load(w + BLOCK)));
                 const bytes sum = add8(two, shuffle(t2, load(w + 2 * BLOCK)));
                 all[pair][v] = add8(all[pair][v], sum);
-                high[pair][v] = add8(high[pair][v], and_(right16(sum, 4), low_half));
-                __asm__ volatile("" : "+v"(all[pair][v]), "+v"(high[pair][v]) : : "memory"); /* else GCC reorders and spills */
+                moved[pair][v] = add8(moved[pair][v], right16(sum, 4));
+                KEEP_ORDER(all[pair][v], moved[pair][v]);
             }
         }
     }
@@ -204,26 +212,28 @@ static inline __attribute__((always_inline)) void PATH(count_run)(const uint8_t 
             for (int v = 0; v < VECTORS; v++) {
                 const bytes sum = shuffle(repeat16(tables + at[pair][i]), load(weights + v * BYTES));
                 all[pair][v] = add8(all[pair][v], sum);
-                high[pair][v] = add8(high[pair][v], and_(right16(sum, 4), low_half));
+                moved[pair][v] = add8(moved[pair][v], right16(sum, 4));
             }
 #pragma GCC unroll 4
     for (int pair = 0; pair < PIXEL_PAIRS; pair++)
 #pragma GCC unroll 2
         for (int v = 0; v < VECTORS; v++) {
-            const bytes count[2] = {sub8(all[pair][v], and_(left16(high[pair][v], 4), set8(0xf0))), high[pair][v]};
-#pragma GCC unroll 2
-            for (int second = 0; second < 2; second++) {
-                const int pixel = 2 * pair + second;
-                counts->all[pixel][v] = add16(counts->all[pixel][v], count[second]);
-                counts->odd[pixel][v] = add16(counts->odd[pixel][v], right16(count[second], 8));
-            }
+            const bytes low_byte = set16(255);
+            const bytes high_odd = right16(moved[pair][v], 8);
+            const bytes low_odd = and_(sub16(right16(all[pair][v], 8), left16(high_odd, 4)), low_byte);
+            const bytes high_even = and_(sub16(moved[pair][v], left16(low_odd, 4)), low_byte);
+            const bytes low_even = and_(sub16(all[pair][v], left16(high_even, 4)), low_byte);
+            counts->even[2 * pair][v] = add16(counts->even[2 * pair][v], low_even);
+            counts->odd[2 * pair][v] = add16(counts->odd[2 * pair][v], low_odd);
+            counts->even[2 * pair + 1][v] = add16(counts->even[2 * pair + 1][v], high_even);
+            counts->odd[2 * pair + 1][v] = add16(counts->odd[2 * pair + 1][v], high_odd);
         }
 }
 
 /* The counts of a pixel, in the order of the channels. */
 static inline void PATH(in_order)(const word_counts *counts, int pixel, uint16_t *out) {
     for (int v = 0; v < VECTORS; v++) {
-        const bytes odd = counts->odd[pixel][v], even = sub16(counts->all[pixel][v], left16(odd, 8));
+        const bytes even = counts->even[pixel][v], odd = counts->odd[pixel][v];
         uint16_t half[2][WORDS]; /* interleaving works within 16 bytes: channels 16 q .. 16 q + 7, and the next eight */
         store(half[0], interleave_low(even, odd));
         store(half[1], interleave_high(even, odd));
@@ -247,9 +257,11 @@ static inline void PATH(finish_counts)(const mq_call *call, int64_t pixel, int64
         __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(sum), _mm256_loadu_ps(scale + o));
         value = _mm256_add_ps(value, _mm256_loadu_ps(shift + o));
         const int whole = o + 8 <= channels;
-        const __m256i real = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)(channels - o)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+        const __m256i number = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        const __m256i real = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)(channels - o)), number);
         if (residual)
-            value = _mm256_add_ps(value, whole ? _mm256_loadu_ps(residual + o) : _mm256_maskload_ps(residual + o, real));
+            value =
+                _mm256_add_ps(value, whole ? _mm256_loadu_ps(residual + o) : _mm256_maskload_ps(residual + o, real));
         if (is->relu) value = _mm256_max_ps(_mm256_setzero_ps(), value); /* keeps a NaN */
         if (whole)
             _mm256_storeu_ps(call->y + at + o, value);
@@ -302,7 +314,8 @@ static void PATH(binary_tile)(const mq_call *call, const uint8_t *tables, const 
     /* Kernel columns are side by side in the input if they are not dilated: one run a kernel row. */
     const int joined = is->dx == 1;
     const int64_t length = joined ? is->kw * call->quads : call->quads, runs = joined ? is->kh : call->taps;
-    const int64_t pieces = mq_ceil_div(length, RUN), piece = mq_min(RUN, mq_ceil_div(mq_ceil_div(length, pieces), 3) * 3);
+    const int64_t pieces = mq_ceil_div(length, RUN),
+                  piece = mq_min(RUN, mq_ceil_div(mq_ceil_div(length, pieces), 3) * 3);
     const int64_t signs_in_all = 4 * call->quads * call->taps * call->planes;
     const int large = signs_in_all > UINT16_MAX; /* then counts move to 32 bits before they overflow */
     word_counts counts;
@@ -402,7 +415,8 @@ int PATH(mq_binary)(const mq_call *call) {
  * 16-bit sums of byte look-ups in two vectors: all (of words that hold two neighbours, modulo 2^16) and odd (the upper
  * neighbours); then the lower ones are all - 256 * odd. Sums of 32 bits come out of interleaving in the order
  *
- *     vector 0: channels 16 q + 2 k      vector 1: 16 q + 8 + 2 k      vectors 2, 3: the same + 1      (q = lane of 16, k < 4)
+ *     vector 0: channels 16 q + 2 k      vector 1: 16 q + 8 + 2 k      vectors 2, 3: the same + 1      (q = lane of 16,
+ * k < 4)
  */
 static inline int64_t channel_of(int vector, int number) {
     return number / 4 * 16 + number % 4 * 2 + (vector & 1) * 8 + (vector >> 1);
@@ -451,7 +465,7 @@ static void PATH(int8_dot)(const mq_call *call, const uint8_t *tables, const uin
                 all = add16(all, lower);
                 odd = add16(odd, right16(lower, 8));
                 upper = add8(upper, shuffle(repeat16(tables + quad * 32 + 16), nibbles));
-                __asm__ volatile("" : "+v"(all), "+v"(odd), "+v"(upper)); /* else GCC reorders and spills */
+                KEEP_ORDER(all, odd);
             }
             bytes part[4];
             combine(part, sub16(all, left16(odd, 8)), odd, and_(upper, low_byte), right16(upper, 8), 256);
@@ -484,7 +498,8 @@ int PATH(mq_int8)(const mq_call *call) {
                 float values[BLOCK];
                 for (int v = 0; v < VECTORS; v++)
                     PATH(int8_dot)(call, tables + n * row,
-                                   call->by_channel + block * call->planes * call->plane_bytes + v * BYTES, sums + v * BYTES);
+                                   call->by_channel + block * call->planes * call->plane_bytes + v * BYTES,
+                                   sums + v * BYTES);
                 for (int o = 0; o < BLOCK; o++) values[o] = (float)sums[o] * steps[n];
                 finish_block(call, n, block, values);
             }
@@ -497,10 +512,10 @@ int PATH(mq_int8)(const mq_call *call) {
 
 /* ---- Few rows of floats ------------------------------------------------------------------------------------------
  *
- * With one row there are no 16 pixels to put side by side. Instead stretches of 256 inputs become integers of 25 bits and
- * a sign, in steps of a power of two: exact for inputs of the largest one's size, and off by at most 2^-25 of it for small
- * ones, which is less than adding floats loses. A sum of four plus 2^27 is four digits of 7 bits, and each digit has a byte
- * table. Two look-ups of a digit fit a byte before they are widened.
+ * With one row there are no 16 pixels to put side by side. Instead stretches of 256 inputs become integers of 25 bits
+ * and a sign, in steps of a power of two: exact for inputs of the largest one's size, and off by at most 2^-25 of it
+ * for small ones, which is less than adding floats loses. A sum of four plus 2^27 is four digits of 7 bits, and each
+ * digit has a byte table. Two look-ups of a digit fit a byte before they are widened.
  */
 enum { STRETCH = 64, DIGITS = 4, DIGIT_BITS = 7, INTEGER_BITS = 25, DIGITS_OFFSET = 1 << 27 };
 #define SMALLEST 1e-25f /* below, the step would not be a normal float */
@@ -551,8 +566,9 @@ static int digit_tables(const float *x, int64_t count, int64_t quads, uint8_t *t
 
 /* sums (in the order of combine) += one stretch of a row with one vector of channels. The weights that come next are
  * `ahead` bytes on: too far for the processor to guess. */
-static inline __attribute__((always_inline)) void PATH(float_stretch)(const uint8_t *table, float step, const uint8_t *weights, int64_t ahead,
-                                       int64_t length, float *sums) {
+static inline __attribute__((always_inline)) void PATH(float_stretch)(const uint8_t *table, float step,
+                                                                      const uint8_t *weights, int64_t ahead,
+                                                                      int64_t length, float *sums) {
     bytes all[DIGITS], odd[DIGITS];
 #pragma GCC unroll 4
     for (int digit = 0; digit < DIGITS; digit++) all[digit] = odd[digit] = set8(0);
@@ -567,7 +583,7 @@ static inline __attribute__((always_inline)) void PATH(float_stretch)(const uint
                                    shuffle(repeat16(table + (DIGITS + digit) * 16), second));
             all[digit] = add16(all[digit], sum);
             odd[digit] = add16(odd[digit], right16(sum, 8));
-            __asm__ volatile("" : "+v"(all[digit]), "+v"(odd[digit]) : : "memory"); /* else GCC reorders and spills */
+            KEEP_ORDER(all[digit], odd[digit]);
         }
     }
     for (; i < length; i++, weights += BLOCK, table += DIGITS * 16)
@@ -590,14 +606,16 @@ static inline __attribute__((always_inline)) void PATH(float_stretch)(const uint
     }
 }
 
-/* A row with the channels of the blocks [block, end): stretch by stretch, whose tables then stay in the first-level cache. */
+/* A row with the channels of the blocks [block, end): stretch by stretch, whose tables then stay in the first-level
+ * cache. */
 static void PATH(float_row)(const mq_call *call, int64_t row, const uint8_t *tables, const float *steps, int64_t block,
                             int64_t end, float *sums) {
     memset(sums, 0, (size_t)((end - block) * BLOCK) * sizeof(float));
     for (int64_t start = 0; start < call->quads; start += STRETCH)
         for (int64_t b = block; b < end; b++)
             for (int64_t plane = 0; plane < call->planes; plane++) {
-                const uint8_t *weights = call->by_channel + (b * call->planes + plane) * call->plane_bytes + start / 2 * BLOCK;
+                const uint8_t *weights =
+                    call->by_channel + (b * call->planes + plane) * call->plane_bytes + start / 2 * BLOCK;
                 for (int v = 0; v < VECTORS; v++)
                     PATH(float_stretch)(tables + start * DIGITS * 16, steps[start / STRETCH], weights + v * BYTES,
                                         call->plane_bytes, mq_min(STRETCH, call->quads - start),

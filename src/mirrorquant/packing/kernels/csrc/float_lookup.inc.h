@@ -21,12 +21,12 @@
 
 enum {
     LANES = 16,
-    PARTS = LANES / VECTOR_LANES,             /* vectors that hold the lanes */
-    TILE = VECTOR_LANES == 16 ? 8 : 4,        /* output channels whose sums are in registers at a time */
-    TABLE = 16 * LANES,                       /* floats of a table */
-    TABLES_IN_CACHE = 24,                     /* of 1 KiB each, in a first-level cache of 32 or 48 KiB */
-    SUMS_IN_CACHE = 256 * 1024,               /* bytes of sums that go to and fro between two blocks */
-    BUILD_COST = 40,                          /* look-ups that take as long as to make a table */
+    PARTS = LANES / VECTOR_LANES,      /* vectors that hold the lanes */
+    TILE = VECTOR_LANES == 16 ? 8 : 4, /* output channels whose sums are in registers at a time */
+    TABLE = 16 * LANES,                /* floats of a table */
+    TABLES_IN_CACHE = 24,              /* of 1 KiB each, in a first-level cache of 32 or 48 KiB */
+    SUMS_IN_CACHE = 256 * 1024,        /* bytes of sums that go to and fro between two blocks */
+    BUILD_COST = 40,                   /* look-ups that take as long as to make a table */
 };
 
 typedef float vec __attribute__((vector_size(4 * VECTOR_LANES)));
@@ -40,24 +40,24 @@ static const tile_nibbles NIBBLE_BITS = (tile_nibbles)UINT64_C(0x787878787878787
 /* The 16 pixels of a set: rows of bands of columns, so that lane l at column c is output pixel (row, first + c). */
 typedef struct {
     const mq_call *call;
-    int64_t bands, width;       /* bands a row, columns of a band */
-    int64_t ring;               /* columns of tables that are kept: (kw - 1) * dx + 1 */
-    int64_t pairs_in_block;     /* of the kh * quads pairs (ky, quad) that tables are made for */
-    const float *zeros;         /* what a padded position reads, channels of a group */
+    int64_t bands, width;   /* bands a row, columns of a band */
+    int64_t ring;           /* columns of tables that are kept: (kw - 1) * dx + 1 */
+    int64_t pairs_in_block; /* of the kh * quads pairs (ky, quad) that tables are made for */
+    const float *zeros;     /* what a padded position reads, channels of a group */
 } plan;
 
 typedef struct {
-    int64_t row[LANES];         /* n * oh + y, -1 for a lane without a pixel */
-    int64_t column[LANES];      /* first input column, may be in the padding */
-    int64_t first[LANES];       /* first output column */
+    int64_t row[LANES];    /* n * oh + y, -1 for a lane without a pixel */
+    int64_t column[LANES]; /* first input column, may be in the padding */
+    int64_t first[LANES];  /* first output column */
 } lanes_t;
 
 /* Tables and sums of one thread. */
 typedef struct {
     float *tables, *sums;
-    int64_t *owner;             /* the column whose tables are in a slot of the ring */
-    const float **rows;         /* [kh][LANES]: the input row that a kernel row meets, NULL in the padding */
-    const float **base;         /* the tables of each kernel column, planes one after the other */
+    int64_t *owner;     /* the column whose tables are in a slot of the ring */
+    const float **rows; /* [kh][LANES]: the input row that a kernel row meets, NULL in the padding */
+    const float **base; /* the tables of each kernel column, planes one after the other */
 } workspace;
 
 /* table[i] = sum of +-x_j over j < 4, plus where bit j of i is set; x_j[lane] = pixel[lane][j] for j < channels. */
@@ -101,9 +101,9 @@ static inline void PATH(build)(float *restrict table, const float *const *pixel,
 }
 #endif
 
-/* sums[8][LANES] (+)= the look-ups of 8 output channels in all tables of a block; base has one table a step (plane, kx),
- * the next pair's follows it. Steps and pairs are constants where this is inlined for the usual kernels: then there are no
- * branches left, and none to predict wrongly. */
+/* sums[8][LANES] (+)= the look-ups of 8 output channels in all tables of a block; base has one table a step (plane,
+ * kx), the next pair's follows it. Steps and pairs are constants where this is inlined for the usual kernels: then
+ * there are no branches left, and none to predict wrongly. */
 static inline __attribute__((always_inline)) void PATH(look_up)(float *restrict sums, const float *const *base,
                                                                 int64_t steps, int64_t pairs, const uint8_t *weights,
                                                                 int add) {
@@ -114,7 +114,8 @@ static inline __attribute__((always_inline)) void PATH(look_up)(float *restrict 
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++) acc[o][part] = (vec){0};
         const uint8_t *nibble = weights + first;
-        const float *near[3] = {base[0], base[steps > 1], base[steps > 2 ? 2 : 0]}; /* in registers, unlike base itself */
+        const float *near[3] = {base[0], base[steps > 1],
+                                base[steps > 2 ? 2 : 0]}; /* in registers, unlike base itself */
 #pragma GCC unroll 24
         for (int64_t pair = 0; pair < pairs; pair++)
 #pragma GCC unroll 3
@@ -287,7 +288,8 @@ static int64_t best_bands(const mq_call *call, int64_t ring) {
     for (int64_t bands = 1; bands <= is->ow && bands <= 64; bands++) {
         const int64_t width = mq_ceil_div(is->ow, bands), sets = mq_ceil_div(is->n * is->oh * bands, LANES);
         const double columns = (double)mq_min((width - 1) * is->sx + ring, width * is->kw);
-        double cost = (double)sets * ((double)(width * is->kw * call->planes * call->blocks8 * 8) + columns * BUILD_COST);
+        double cost =
+            (double)sets * ((double)(width * is->kw * call->planes * call->blocks8 * 8) + columns * BUILD_COST);
         if (width * call->blocks8 * 8 * LANES * 4 > SUMS_IN_CACHE) cost *= 1.5;
         if (bands == 1 || cost < least) {
             least = cost;
@@ -308,7 +310,8 @@ int PATH(mq_float)(const mq_call *call) {
     const int64_t chunks = items % is->threads && items < 8 * is->threads ? mq_min(is->threads, call->blocks8) : 1;
     const int64_t blocks = mq_ceil_div(call->blocks8, chunks);
     const int64_t zero_floats = mq_ceil_div(call->cg, 16) * 16, table_floats = p.ring * p.pairs_in_block * TABLE;
-    const int64_t sum_floats = p.width * blocks * 8 * LANES, extra = (p.ring + call->planes * is->kw + is->kh * LANES + 8) / 8 * 64;
+    const int64_t sum_floats = p.width * blocks * 8 * LANES,
+                  extra = (p.ring + call->planes * is->kw + is->kh * LANES + 8) / 8 * 64;
     const int64_t each = (table_floats + sum_floats) * (int64_t)sizeof(float) + extra;
     const int64_t threads = mq_min(is->threads, items * chunks);
     char *memory = mq_scratch(zero_floats * (int64_t)sizeof(float) + threads * each);

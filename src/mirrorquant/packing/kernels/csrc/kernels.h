@@ -1,8 +1,8 @@
 /* Layers with weights of two or three levels, for one processor family after another.
  *
- * A weight is a sum of sign planes: one plane for {-1, +1}; for {-1, 0, +1} two, w = (s0 + s1) / 2. Both kinds of kernel
- * look four products up at once: four inputs have only 16 signed sums, so these are tabulated, and four weights (a
- * "nibble") say which one is needed. What is tabulated and what lies side by side in a vector differs:
+ * A weight is a sum of sign planes: one plane for {-1, +1}; for {-1, 0, +1} two, w = (s0 + s1) / 2. Both kinds of
+ * kernel look four products up at once: four inputs have only 16 signed sums, so these are tabulated, and four weights
+ * (a "nibble") say which one is needed. What is tabulated and what lies side by side in a vector differs:
  *
  *   float activations   a table entry holds the sum for 16 output pixels; one nibble adds 16 x 4 products
  *                       (float_lookup.inc.h)
@@ -28,10 +28,10 @@ enum mq_path { MQ_PORTABLE = 1, MQ_AVX2 = 2, MQ_AVX512 = 3 };
 enum mq_activation { MQ_FLOAT = 0, MQ_BINARY = 1, MQ_INT8 = 2 };
 enum mq_status {
     MQ_OK = 0,
-    MQ_BAD_PROBLEM = 1,  /* the numbers of the layer contradict each other */
-    MQ_BAD_WEIGHT = 2,   /* the prepared weight is damaged, or was made for another layer */
+    MQ_BAD_PROBLEM = 1, /* the numbers of the layer contradict each other, or are too large */
+    MQ_BAD_WEIGHT = 2,  /* the prepared weight is damaged, or was made for another layer */
     MQ_NO_MEMORY = 3,
-    MQ_NO_PATH = 4,      /* this processor, or this build, does not have the path */
+    MQ_NO_PATH = 4, /* this processor, or this build, does not have the path */
 };
 
 /* A layer and its input; Python fills it as an array of 64-bit numbers, in this order. */
@@ -48,25 +48,25 @@ typedef struct {
 /* What a kernel is called with: a checked layer, the parts of its weight, and the tensors. */
 typedef struct {
     mq_layer is;
-    int64_t planes;               /* sign planes: 1 or 2 */
-    int64_t cg, og;               /* channels of one group, in and out */
-    int64_t quads;                /* nibbles that hold the channels of one group: ceil(cg / 4) */
-    int64_t taps;                 /* kh * kw */
-    int64_t pointwise;            /* whether this is a linear layer or a 1x1 convolution, in one group */
-    int64_t plane_bytes;          /* from one plane of a block to the next, in by_channel */
-    int64_t blocks8, blocks64;    /* blocks of output channels of one group, in the two layouts */
-    const uint8_t *by_pixel;      /* float layout  [group][blocks8][ky * quads + quad][plane * kw + kx][8], nibble << 3 */
-    const uint8_t *by_channel;    /* byte layout   [group][blocks64][plane][ky][kx][quad][64], one nibble a byte; a
-                                     pointwise layer [blocks64][plane][ceil(quads / 2)][64], two: it streams its weights */
+    int64_t planes;            /* sign planes: 1 or 2 */
+    int64_t cg, og;            /* channels of one group, in and out */
+    int64_t quads;             /* nibbles that hold the channels of one group: ceil(cg / 4) */
+    int64_t taps;              /* kh * kw */
+    int64_t pointwise;         /* whether this is a linear layer or a 1x1 convolution, in one group */
+    int64_t plane_bytes;       /* from one plane of a block to the next, in by_channel */
+    int64_t blocks8, blocks64; /* blocks of output channels of one group, in the two layouts */
+    const uint8_t *by_pixel;   /* float layout  [group][blocks8][ky * quads + quad][plane * kw + kx][8], nibble << 3 */
+    const uint8_t *by_channel; /* byte layout   [group][blocks64][plane][ky][kx][quad][64], one nibble a byte; a
+                                  pointwise layer [blocks64][plane][ceil(quads / 2)][64], two: it streams its weights */
     const float *x, *scale, *shift, *residual; /* scale and shift have entries for whole blocks of 64 channels */
     float *y;
 } mq_call;
 
 /* One set of entry points a path. Each returns MQ_OK or MQ_NO_MEMORY. */
-#define MQ_DECLARE_PATH(name)                           \
-    int mq_float_##name(const mq_call *call);           \
-    int mq_float_rows_##name(const mq_call *call);      \
-    int mq_binary_##name(const mq_call *call);          \
+#define MQ_DECLARE_PATH(name)                                                                                          \
+    int mq_float_##name(const mq_call *call);                                                                          \
+    int mq_float_rows_##name(const mq_call *call);                                                                     \
+    int mq_binary_##name(const mq_call *call);                                                                         \
     int mq_int8_##name(const mq_call *call);
 MQ_DECLARE_PATH(portable)
 MQ_DECLARE_PATH(avx2)
@@ -95,7 +95,9 @@ static inline float mq_quantize_row(const float *x, int64_t count, int32_t *q) {
     const float step = largest / 127;
     for (int64_t i = 0; i < count; i++) {
         const float value = step > 0 ? rintf(x[i] / step) : 0;
-        q[i] = value > 127 ? 127 : value > -127 ? (int32_t)value : -127; /* a NaN is -127: a conversion would be undefined */
+        q[i] = value > 127    ? 127
+               : value > -127 ? (int32_t)value
+                              : -127; /* a NaN is -127: a conversion would be undefined */
     }
     for (int64_t i = count; i < mq_ceil_div(count, 4) * 4; i++) q[i] = 0;
     return step;

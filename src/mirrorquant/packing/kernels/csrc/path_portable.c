@@ -17,7 +17,8 @@ static void sign_nibbles(const float *x, int64_t channels, uint8_t *nibble) {
     }
 }
 
-/* counts[o] += the number of channels whose signs differ, for 64 output channels. Bits are counted side by side in bytes. */
+/* counts[o] += the number of channels whose signs differ, for 64 output channels. Bits are counted side by side in
+ * bytes. */
 static void count_differences(const uint8_t *restrict weights, int64_t pointwise, const uint8_t *restrict nibble,
                               int64_t quads, int32_t *restrict counts) {
     for (int64_t start = 0; start < quads; start += RUN) {
@@ -43,7 +44,8 @@ int mq_binary_portable(const mq_call *call) {
 #pragma omp parallel for num_threads((int)is->threads) schedule(static) if (is->threads > 1)
     for (int64_t pixel = 0; pixel < pixels; pixel++)
         for (int64_t group = 0; group < is->groups; group++)
-            sign_nibbles(call->x + pixel * is->c + group * call->cg, call->cg, nibbles + pixel * row + group * call->quads);
+            sign_nibbles(call->x + pixel * is->c + group * call->cg, call->cg,
+                         nibbles + pixel * row + group * call->quads);
 
     const int64_t outputs = is->n * is->oh * is->ow, blocks = is->groups * call->blocks64;
 #pragma omp parallel for num_threads((int)is->threads) schedule(static) if (is->threads > 1)
@@ -95,7 +97,8 @@ int mq_int8_portable(const mq_call *call) {
                     call->by_channel + (block * call->planes + plane) * call->plane_bytes + quad / 2 * CHANNELS;
                 for (int o = 0; o < CHANNELS; o++) {
                     const int32_t w = weights[o] >> 4 * (quad % 2) & 15;
-                    sums[o] += (2 * (w & 1) - 1) * q[0] + ((w & 2) - 1) * q[1] + ((w & 4) / 2 - 1) * q[2] + ((w & 8) / 4 - 1) * q[3];
+                    sums[o] += (2 * (w & 1) - 1) * q[0] + ((w & 2) - 1) * q[1] + ((w & 4) / 2 - 1) * q[2] +
+                               ((w & 8) / 4 - 1) * q[3];
                 }
             }
             const int64_t place = n * is->o + block * CHANNELS;
