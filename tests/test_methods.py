@@ -146,6 +146,28 @@ def test_primal_forms_do_not_stick_or_overflow_in_float32():
             assert torch.isfinite(opt.latent(w)).all()
 
 
+@pytest.mark.parametrize(("name", "push"), [("md-tanh-primal", 10.0), ("md-softmax-primal", 60.0)])
+def test_a_primal_point_that_has_reached_its_level_stays_there(name, push):
+    w = nn.Parameter(torch.tensor([0.5, -0.5]))
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=1.0), method=name)
+    for _ in range(2):
+        w.grad = torch.tensor([-push, push])
+        opt.step()
+    assert torch.equal(w.detach(), torch.tensor([1.0, -1.0]))
+    for size in (1.0, 1e4, 1e30):
+        w.grad = torch.tensor([size, -size])
+        opt.step()
+        assert torch.equal(w.detach(), torch.tensor([1.0, -1.0]))
+    opt.finalize()
+
+
+@pytest.mark.parametrize("name", ["md-tanh", "md-softmax"])
+def test_keeping_the_primal_point_changes_nothing_before_it_reaches_a_level(name):
+    paths = [trajectory(method, mq.anneal.geometric(1.002)) for method in (name, f"{name}-primal")]
+    assert paths[0].abs().max() > 0.9
+    torch.testing.assert_close(*paths, rtol=0, atol=1e-9)
+
+
 def test_proxquant_is_the_published_prox():
     method, r = methods.PQ(), 0.3
     w = torch.tensor([-2.0, -1.1, -0.8, -0.1, 0.0, 0.4, 1.0, 1.5])

@@ -318,7 +318,10 @@ def table(options: argparse.Namespace) -> None:
     """Rebuilds the paper's tables from the results."""
     text = results_table(options.results)
     if options.readme:
-        old = options.readme.read_text(encoding="utf-8")
+        try:
+            old = options.readme.read_text(encoding="utf-8")
+        except OSError as error:
+            raise TableError(f"{options.readme} cannot be read ({error.strerror})") from error
         options.readme.write_text(with_results(old, text), encoding="utf-8")
         print(f"wrote the results into {options.readme}")
     if options.write:
