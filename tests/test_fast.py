@@ -158,7 +158,7 @@ def test_what_the_fast_step_cannot_serve_is_trained_plainly_and_said(tmp_path, c
 def test_the_compiled_step_is_the_plain_one(tmp_path):
     _, expected = train(tmp_path / "plain", "engine=eager")
     _, found = train(tmp_path / "fast", "engine=graph", "compile=true")
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-3, atol=2e-3)
+    assert_alike(found, expected)
 
 
 def test_each_step_of_the_fast_path_is_the_plain_one_all_along_the_curve():

@@ -119,7 +119,7 @@ def test_other_tools_can_read_it(tmp_path):
     assert told["packed"]["fc.weight"] == {"shape": [10, 64], "levels": [-1.0, 1.0], "dtype": "float32"}
     assert told["architecture"] == {
         "name": "digitsnet",
-        "options": {"classes": 10, "affine": False, "channels": 1},
+        "options": {"classes": 10, "affine": False, "channels": 1, "width": 32},
         "dtype": "float32",
     }
     assert read(tmp_path / "net.safetensors").about == {"accuracy": 98.6}
