@@ -48,11 +48,7 @@ def started(recipe: str, overrides: list[str]) -> Iterator[Run]:
 def step(run: Run) -> float:
     """One training step, and its loss."""
     run.losses.zero_()
-    if run.engine == "graph":
-        run._fast_step()
-    else:
-        run.losses += run._train_step()
-    run.step += 1
+    run.advance()
     return float(run.losses)
 
 

@@ -61,23 +61,15 @@ def path_speed(recipe: str, overrides: list[str], steps: int) -> dict[str, float
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Config.from_recipe(recipe, overrides), Path(folder) / "run", quiet=True)
         began = time.perf_counter()
-
-        def step() -> None:
-            if run.engine == "graph":
-                run._fast_step()
-            else:
-                run.losses += run._train_step()
-            run.step += 1
-
         for _ in range(10):
-            step()
+            run.advance()
         torch.cuda.synchronize()
         startup = time.perf_counter() - began
         times = []
         for _ in range(3):
             began = time.perf_counter()
             for _ in range(steps):
-                step()
+                run.advance()
             torch.cuda.synchronize()
             times.append((time.perf_counter() - began) / steps)
         assert bool(torch.isfinite(run.losses))

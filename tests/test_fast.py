@@ -60,8 +60,7 @@ def test_fast_score_is_that_of_the_rounded_network(method, tmp_path):
     """The graph engine validates by its own rounding of the latents, which must be the optimizer's."""
     run = Run(config("engine=graph", method=method), tmp_path / "run", quiet=True)
     for _ in range(25):
-        run._fast_step()
-        run.step += 1
+        run.advance()
     before = {name: w.clone() for name, w in run.fast.weights.items()}
     accuracy, loss = run._rounded_score()
     assert run.score is not None
@@ -104,11 +103,7 @@ def test_a_checkpoint_of_one_engine_continues_with_the_other(first, then, tmp_pa
             run.step = half.step
         for _ in range(20):
             run.losses.zero_()
-            if run.engine == "graph":
-                run._fast_step()
-            else:
-                run.losses += run._train_step()
-            run.step += 1
+            run.advance()
             losses.append(float(run.losses))
         run._sync()
     assert_alike(losses, expected)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mirrorquant
+from mirrorquant.levels import Levels
 from mirrorquant.packing import kernels
 from mirrorquant.packing.kernels import fallback, gpu, native, ops
 from mirrorquant.packing.kernels.layout import HEADER_BYTES
@@ -108,7 +109,7 @@ def check_convolution(path: str, case: dict) -> None:
     after = fallback.epilogue(exact, **epilogue)
     size = bound * (epilogue["scale"].max() if case["scale"] else 1) + after.abs() + exact.abs() + 1
     assert bool(((finished - after).abs() <= TOLERANCE * size).all())
-    binary, _ = conv64(fallback.binarize(x), codes, levels, **window)
+    binary, _ = conv64(Levels(-1, 1).nearest(x), codes, levels, **window)
     if fallback.affine(levels) is None:
         torch.testing.assert_close(signs, binary.float())
     else:  # rounded once where the levels are halves and quarters: float32 holds the sum itself
@@ -151,7 +152,7 @@ def test_linear_layers_are_those_of_float64(path, outputs, inputs, rows, levels,
     bound = max(map(abs, levels)) * x.double().abs().sum(-1, keepdim=True)
     assert bool(((y - x.double() @ values.T).abs() <= TOLERANCE * bound).all())
     if fallback.affine(levels) is not None:
-        assert torch.equal(signs, (fallback.binarize(x).double() @ values.T).float())
+        assert torch.equal(signs, (Levels(-1, 1).nearest(x).double() @ values.T).float())
     with kernels.force("torch"):
         expected = kernels.linear(
             x,

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirrorquant.levels import BINARY
+
 __all__ = ["BinaryActivation"]
 
 _GRADIENTS = ("clipped", "polynomial")
@@ -36,15 +38,11 @@ class BinaryActivation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The signs, in the dtype of ``x``."""
-        signs: Tensor = _Sign.apply(x, self.gradient) if x.requires_grad else _sign(x)  # type: ignore[no-untyped-call]
+        signs: Tensor = _Sign.apply(x, self.gradient) if x.requires_grad else BINARY.nearest(x)  # type: ignore[no-untyped-call]
         return signs
 
     def extra_repr(self) -> str:
         return f"gradient={self.gradient!r}"
-
-
-def _sign(x: Tensor) -> Tensor:
-    return torch.where(x >= 0, 1.0, -1.0).to(x.dtype)
 
 
 class _Sign(torch.autograd.Function):
@@ -52,7 +50,7 @@ class _Sign(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gradient: str) -> Tensor:
         ctx.save_for_backward(x)
         ctx.gradient = gradient
-        return _sign(x)
+        return BINARY.nearest(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from mirrorquant import models
+from mirrorquant import _files, models
 from mirrorquant._version import __version__
 from mirrorquant.levels import Levels
 from mirrorquant.packing.bits import MOST_LEVELS, PackedTensor, PackError, count_planes, layout, unpack_bits
@@ -82,18 +82,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, about: dict[str, Any
         >>> mq.load(path)(torch.zeros(1, 1, 8, 8)).shape
         torch.Size([1, 10])
     """
-    path = Path(path)
-    content = dump(model, about)
-    temporary = path.with_name(path.name + ".writing")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise PackError(f"{path} could not be written ({error.strerror}); what was there before is intact") from error
+    _files.write_atomically(Path(path), dump(model, about), PackError)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, fuse: bool = True) -> PackedModel:

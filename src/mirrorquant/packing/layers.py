@@ -172,7 +172,7 @@ class PackedConv2d(_PackedLayer):
         if self.padding_mode != "zeros":
             images, padding = F.pad(images, self._pads, mode=self.padding_mode), (0, 0)
         elif left != right or top != bottom:
-            images = _signs(images) if activation == "binary" else images  # a padded zero is no sign
+            images = BINARY.nearest(images) if activation == "binary" else images  # a padded zero is no sign
             images, padding, activation = F.pad(images, self._pads), (0, 0), "float32"
         fits = residual is None or (residual.dtype == x.dtype and residual.shape == self._output_shape(x))
         y = kernels.conv2d(
@@ -284,10 +284,6 @@ def _finish(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
     """What the kernel could not do at once."""
     y = y if residual is None else y + residual
     return F.relu(y) if relu else y
-
-
-def _signs(x: Tensor) -> Tensor:
-    return torch.where(x >= 0, 1.0, -1.0).to(x.dtype)
 
 
 def _pair(values: Any) -> tuple[int, int]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from mirrorquant import _files
 
 __all__ = ["CheckpointError", "load", "load_newest", "save", "write_atomically"]
 
@@ -26,19 +27,8 @@ class CheckpointError(RuntimeError):
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes beside the file, synchronizes, and moves into place; an error leaves the old file as it was."""
-    temporary = path.with_name(path.name + ".writing")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"{path} could not be written ({error.strerror}); what was there before is intact"
-        ) from error
+    """Writes a file that appears whole or not at all; an error leaves the old file as it was."""
+    _files.write_atomically(path, content, CheckpointError)
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

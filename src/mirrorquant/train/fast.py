@@ -95,7 +95,8 @@ class FastStep:
         if epoch != self.epoch or k != self.next:
             self._begin(epoch, place, k)
         if self.graph is None and self.capture and self.runs >= WARM_UP:
-            self._capture()
+            self.graph = self.captured(self._step, "this step")
+            self.capture = self.graph is not None
         if self.graph is not None:
             self.graph.replay()
         else:
@@ -188,17 +189,17 @@ class FastStep:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             return F.cross_entropy(functional_call(self.model, weights, (x,)), y)
 
-    def _capture(self) -> None:
+    def captured(self, work: Callable[[], None], what: str) -> torch.cuda.CUDAGraph | None:
+        """A CUDA graph of what the work does; None where it cannot be captured, which is said."""
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                self._step()
+                work()
         except RuntimeError as error:
-            self.say(f"this step cannot be captured in a CUDA graph ({first_line(error)}): it runs without one, slower")
-            self.capture = False
-            return
-        self.graph = graph
+            self.say(f"{what} cannot be captured in a CUDA graph ({first_line(error)}): it runs without one, slower")
+            return None
+        return graph
 
     @contextmanager
     def beside(self) -> Iterator[None]:

@@ -58,7 +58,8 @@ class FastScore:
             with self.step.beside():
                 self._run()
             if self.capture:
-                self._capture()
+                self.graph = self.step.captured(self._run, "validation")
+                self.capture = self.graph is not None
         right, loss = self.totals.tolist()
         return 100 * right / len(self.images), loss / len(self.images)
 
@@ -83,18 +84,6 @@ class FastScore:
             logits = functional_call(self.step.model, weights, (x,)).float()
         right = (logits.argmax(1) == labels).sum()
         return torch.stack([right.float(), F.cross_entropy(logits, labels, reduction="sum")])
-
-    def _capture(self) -> None:
-        torch.cuda.synchronize(self.step.device)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                self._run()
-        except RuntimeError as error:
-            self.step.say(f"validation cannot be captured in a CUDA graph ({error}): it runs without one, slower")
-            self.capture = False
-            return
-        self.graph = graph
 
 
 def _round(method: Method, latents: list[Tensor], beta: Tensor, weight: Tensor) -> None:

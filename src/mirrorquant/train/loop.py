@@ -157,11 +157,7 @@ class Run:
                     f"mirrorquant train --resume {self.folder}",
                     stop.number,
                 )
-            if self.engine == "graph":
-                self._fast_step()
-            else:
-                self.losses += self._train_step()
-            self.step += 1
+            self.advance()
             if self.step == finalize_step and self.step < config.iterations:
                 self._sync()
                 self.opt.finalize()
@@ -173,15 +169,20 @@ class Run:
                 self._validate()
             if config.histogram_every and (self.step % config.histogram_every == 0 or self.step == 1):
                 self._histograms()
-            if (
-                self.step % config.checkpoint_every == 0
-                if config.checkpoint_every
-                else (time.monotonic() - saved > CHECKPOINT_SECONDS)
-            ):
+            every, since = config.checkpoint_every, time.monotonic() - saved
+            if self.step % every == 0 if every else since > CHECKPOINT_SECONDS:
                 saved = time.monotonic()
                 self.seconds = before + saved - began
                 self._save_checkpoint()
         self.seconds = before + time.monotonic() - began
+
+    def advance(self) -> None:
+        """One iteration, by the engine of the run; its loss is added to ``losses``."""
+        if self.engine == "graph":
+            self._fast_step()
+        else:
+            self.losses += self._train_step()
+        self.step += 1
 
     def _fast_step(self) -> None:
         """A step of the fast engine; where it cannot serve, it says so and the plain one takes over."""

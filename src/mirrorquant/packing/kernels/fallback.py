@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["affine", "apply", "binarize", "decode", "epilogue", "fold", "quantize_rows"]
+from mirrorquant.levels import BINARY
+
+__all__ = ["affine", "apply", "decode", "epilogue", "fold", "quantize_rows"]
 
 _SLACK = 1e-6
 
@@ -33,11 +35,6 @@ def affine(levels: Sequence[float]) -> tuple[float, float] | None:
         a, b = (levels[2] - levels[0]) / 2, (levels[2] + levels[0]) / 2
         return (a, levels[1]) if abs(levels[1] - b) <= _SLACK * abs(a) else None
     return None
-
-
-def binarize(x: Tensor) -> Tensor:
-    """sign(x) with sign(0) = +1; NaN counts as -1, as it does for ``Levels.nearest``."""
-    return torch.where(x >= 0, 1.0, -1.0).to(x.dtype)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +84,7 @@ def apply(
     weight = weight.to(x.dtype)
     step: Tensor | float = 1.0
     if activation == "binary":
-        x = binarize(x)
+        x = BINARY.nearest(x)
     elif activation == "int8":
         x, step = quantize_rows(x)
     y = product(x, weight) * step if activation == "int8" else product(x, weight)

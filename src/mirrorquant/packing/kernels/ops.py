@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mirrorquant.levels import BINARY
 from mirrorquant.packing.kernels import fallback, gpu, native
 from mirrorquant.packing.kernels.dispatch import active
 from mirrorquant.packing.kernels.layout import full_shape
@@ -226,7 +227,7 @@ def _window_sums(layer: native.Layer, activation: str, x: Tensor) -> Tensor:
         q, step = fallback.quantize_rows(x)
         return q.sum(-1, keepdim=True) * step
     if activation == "binary":
-        x = fallback.binarize(x)
+        x = BINARY.nearest(x)
     if x.dim() != 4:
         return x.sum(-1, keepdim=True)
     ones = x.new_ones(layer.groups, layer.c // layer.groups, layer.kh, layer.kw)
