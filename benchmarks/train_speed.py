@@ -139,7 +139,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
-    report: dict[str, object] = {"trained": arguments.recipe, "overrides": arguments.overrides}
+    overrides = [text for text in arguments.overrides if not text.startswith("data_root=")]
+    report: dict[str, object] = {"trained": arguments.recipe, "overrides": overrides}
     report |= {"chip": torch.cuda.get_device_name(), "torch": torch.__version__}
     print(f"{arguments.recipe}, {report['chip']}, torch {torch.__version__}")
 
