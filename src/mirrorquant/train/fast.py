@@ -285,7 +285,7 @@ def _parts(opt: MirrorDescent, index: int, names: dict[Tensor, str], dtype: torc
     ):
         raise Unsupported(f"{type(group['method']).__name__} is no method of this library's own")
     if group["method"].step_scale(2.0) != 1.0 and opt.base.param_groups[index]["weight_decay"]:
-        raise Unsupported(f"{type(group['method']).__name__} divides weight decay by beta, which the fast step does not")
+        raise Unsupported(f"{type(group['method']).__name__} divides weight decay by beta, the fast step does not")
     if any(p.dtype != torch.float32 or p.dim() == 0 or p.numel() == 0 for p in group["params"]):
         raise Unsupported("there are parameters that are not float32, or without a dimension, or empty")
     wide = {names[p]: p for p in group["params"] if p.dim() > 1}

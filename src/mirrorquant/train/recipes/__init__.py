@@ -129,7 +129,7 @@ def get(name: str) -> dict[str, Any]:
     recipes = _recipes()
     if name not in recipes:
         near = difflib.get_close_matches(name, recipes, n=1, cutoff=0.0)
-        raise RecipeError(f"no recipe {name!r}; did you mean {near[0]!r}? `mirrorquant recipes` lists all {len(recipes)}")
+        raise RecipeError(f"no recipe {name!r}; did you mean {near[0]!r}? `mirrorquant recipes` lists all")
     return copy.deepcopy(recipes[name])
 
 
