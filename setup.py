@@ -16,7 +16,7 @@ from setuptools.command.build_ext import build_ext
 SOURCES = Path("src/mirrorquant/packing/kernels/csrc")
 PATHS = {  # the instructions that each source file may use
     "path_avx2.c": ["-mavx2", "-mfma"],
-    "path_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"],
+    "path_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vpopcntdq", "-mfma"],
 }
 # No contraction to fused multiply-adds: an epilogue rounds the same on every path.
 FLAGS = ["-O3", "-g0", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]

@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["BAD_WEIGHT", "Layer", "decode", "paths", "prepare", "reason", "run"]
 
 _FILE = Path(__file__).with_name("_kernels.so")
-_ABI = 1  # of csrc/api.c
+_ABI = 2  # of csrc/api.c
 _NUMBERS = {"portable": 1, "avx2": 2, "avx512": 3}
 BAD_WEIGHT = 2
 _ERRORS = {

@@ -26,8 +26,8 @@ def is_native(shape: tuple[int, int, int, int], groups: int, levels: Sequence[fl
 def prepare(codes: Tensor, levels: Sequence[float], groups: int = 1) -> Tensor:
     """A weight laid out for the kernels of this machine: an opaque 1-D uint8 tensor that ``conv2d``/``linear`` take.
 
-    All native paths share one layout, of 4 bits a weight (8 for three levels). Where a layer runs in torch it is the
-    float32 weight itself: level sets that are neither two nor three equidistant levels, depthwise convolutions, and
+    All native paths share one layout, of some 5 bits a weight (10 for three levels). Where a layer runs in torch it is
+    the float32 weight itself: level sets that are neither two nor three equidistant levels, depthwise convolutions, and
     everything where ``active()`` is "torch".
 
     Args:

@@ -16,7 +16,7 @@ typedef struct {
 
 /* Byte offsets of the parts of a prepared weight. */
 typedef struct {
-    int64_t by_pixel, by_channel, total;
+    int64_t by_pixel, by_channel, by_word, pads, total;
 } parts;
 
 void *mq_scratch(int64_t bytes) {
@@ -26,7 +26,7 @@ void *mq_scratch(int64_t bytes) {
 }
 
 /* Changes with these functions and with mq_layer, so that Python notices a library of another version. */
-MQ_API int mq_abi(void) { return 1; }
+MQ_API int mq_abi(void) { return 2; }
 
 /* Bit p is set where path p was compiled and this processor runs it. */
 MQ_API int mq_paths(void) {
@@ -35,9 +35,13 @@ MQ_API int mq_paths(void) {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) paths |= 1 << MQ_AVX2;
 #endif
-#if defined(MQ_HAVE_AVX512)
+#if defined(MQ_EMULATED_AVX512)
+    paths |= 1 << MQ_AVX512; /* a test, which any processor runs */
+#elif defined(MQ_HAVE_AVX512)
+    /* Without the last of them, which counts bits, AVX2 it is. */
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"))
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma") &&
+        __builtin_cpu_supports("avx512vpopcntdq"))
         paths |= 1 << MQ_AVX512;
 #endif
     return paths;
@@ -55,7 +59,10 @@ static int derive(mq_call *call, int64_t o, int64_t cg, int64_t kh, int64_t kw, 
     call->taps = kh * kw;
     call->pointwise = call->taps == 1 && groups == 1;
     call->plane_bytes = 64 * (call->pointwise ? mq_ceil_div(call->quads, 2) : call->taps * call->quads);
+    call->words = mq_ceil_div(cg, 32);
+    call->block_bytes = call->planes * call->taps * call->words * 32 * 4;
     call->blocks8 = mq_ceil_div(call->og, 8);
+    call->blocks32 = mq_ceil_div(call->og, 32);
     call->blocks64 = mq_ceil_div(call->og, 64);
     return 1;
 }
@@ -65,7 +72,10 @@ static parts parts_of(const mq_call *call, int64_t groups) {
     parts at;
     at.by_pixel = HEADER_BYTES;
     at.by_channel = at.by_pixel + groups * call->blocks8 * nibbles * 8;
-    at.total = at.by_channel + groups * call->blocks64 * call->planes * call->plane_bytes;
+    const int64_t nibbles_end = at.by_channel + groups * call->blocks64 * call->planes * call->plane_bytes;
+    at.by_word = mq_ceil_div(nibbles_end, 64) * 64; /* where a cache line begins */
+    at.pads = at.by_word + groups * call->blocks32 * call->block_bytes;
+    at.total = at.pads + groups * call->blocks32 * call->taps * 32 * 4;
     return at;
 }
 
@@ -76,7 +86,7 @@ MQ_API int64_t mq_prepared_bytes(int64_t o, int64_t cg, int64_t kh, int64_t kw, 
     return parts_of(&call, groups).total;
 }
 
-/* Positions of a nibble in the two layouts. */
+/* Positions of a nibble in the layouts of nibbles. */
 static int64_t at_pixel(const mq_call *call, int64_t kw, int64_t kh, int64_t group, int64_t o, int64_t plane,
                         int64_t ky, int64_t kx, int64_t quad) {
     const int64_t step = plane * kw + kx, pair = ky * call->quads + quad;
@@ -92,6 +102,32 @@ static int64_t at_channel(const mq_call *call, int64_t group, int64_t o, int64_t
 /* Bits by which a nibble is shifted in its byte of the byte layout. */
 static int at_bit(const mq_call *call, int64_t quad) { return call->pointwise && quad % 2 ? 4 : 0; }
 
+/* One output channel in the word layout; its codes are [C/groups, kh, kw]. */
+static void prepare_words(const mq_call *call, int64_t kw, const uint8_t *codes, int64_t block, int64_t o,
+                          uint8_t *by_word, uint8_t *pads) {
+    by_word += block * call->block_bytes + o * 4;
+    pads += block * call->taps * 32 * 4 + o * 4;
+    uint32_t first = 0; /* of two words */
+    for (int64_t step = 0; step < call->planes * call->taps; step++) {
+        const int64_t plane = step / call->taps, tap = step % call->taps;
+        uint32_t sum;
+        memcpy(&sum, pads + tap * 32 * 4, sizeof sum);
+        for (int64_t i = 0; i < call->words; i++, by_word += 32 * 4) {
+            uint32_t word = 0;
+            for (int64_t c = i * 32; c < mq_min(call->cg, i * 32 + 32); c++) {
+                const uint32_t set = codes[c * call->taps + tap] > plane;
+                word |= set << c % 32;
+                sum += 2 * set - 1;
+            }
+            const int is_second = (tap % kw * call->words + i) % 2 == 1;
+            const uint32_t kept = is_second ? first ^ word : word;
+            memcpy(by_word, &kept, sizeof kept);
+            first = word;
+        }
+        memcpy(pads + tap * 32 * 4, &sum, sizeof sum);
+    }
+}
+
 /* Level indices [O, C/groups, kh, kw] to a prepared weight of mq_prepared_bytes. A set bit is +1; the planes of {-1, 0,
  * +1} are "at least 0" and "+1". */
 MQ_API int mq_prepare(const uint8_t *codes, int64_t o, int64_t cg, int64_t kh, int64_t kw, int64_t groups,
@@ -104,10 +140,12 @@ MQ_API int mq_prepare(const uint8_t *codes, int64_t o, int64_t cg, int64_t kh, i
     header head = {{0}, NATIVE_LAYOUT, (int32_t)levels, o, cg, kh, kw, groups, bytes};
     memcpy(head.magic, MAGIC, sizeof head.magic);
     memcpy(prepared, &head, sizeof head);
-    for (int64_t out = 0; out < o; out++)
+    for (int64_t out = 0; out < o; out++) {
+        const int64_t group = out / call.og, in_group = out % call.og;
+        prepare_words(&call, kw, codes + out * cg * call.taps, group * call.blocks32 + in_group / 32, in_group % 32,
+                      prepared + at.by_word, prepared + at.pads);
         for (int64_t plane = 0; plane < call.planes; plane++)
             for (int64_t tap = 0; tap < call.taps; tap++) {
-                const int64_t group = out / call.og, in_group = out % call.og;
                 const uint8_t *code = codes + out * cg * call.taps + tap;
                 for (int64_t quad = 0; quad < call.quads; quad++) {
                     unsigned nibble = 0;
@@ -119,6 +157,7 @@ MQ_API int mq_prepare(const uint8_t *codes, int64_t o, int64_t cg, int64_t kh, i
                         (uint8_t)(nibble << at_bit(&call, quad));
                 }
             }
+    }
     return MQ_OK;
 }
 
@@ -217,19 +256,22 @@ MQ_API int mq_run(const mq_layer *is, const float *x, const uint8_t *prepared, i
     if (is->n == 0) return MQ_OK;
 
     /* Scale and shift for whole blocks of channels, so that kernels need no tails; planes are averaged by the scale. */
-    const int64_t padded = is->groups * call.blocks64 * 64;
+    const int64_t in_group = call.blocks64 * 64, padded = is->groups * in_group;
     float *constants = mq_scratch(2 * padded * (int64_t)sizeof(float));
     if (!constants) return MQ_NO_MEMORY;
     const float mean = call.planes == 2 ? 0.5f : 1.0f;
-    for (int64_t i = 0; i < padded; i++) {
-        const int64_t in_group = i % (call.blocks64 * 64), o = i / (call.blocks64 * 64) * call.og + in_group;
-        const int real = in_group < call.og;
-        constants[i] = mean * (scale && real ? scale[o] : 1.0f);
-        constants[padded + i] = shift && real ? shift[o] : 0.0f;
-    }
+    for (int64_t group = 0; group < is->groups; group++)
+        for (int64_t i = 0; i < in_group; i++) {
+            const int64_t o = group * call.og + i;
+            const int real = i < call.og;
+            constants[group * in_group + i] = mean * (scale && real ? scale[o] : 1.0f);
+            constants[padded + group * in_group + i] = shift && real ? shift[o] : 0.0f;
+        }
     call.is = *is;
     call.by_pixel = prepared + at.by_pixel;
     call.by_channel = prepared + at.by_channel;
+    call.by_word = prepared + at.by_word;
+    call.pads = prepared + at.pads;
     call.x = x;
     call.scale = constants;
     call.shift = constants + padded;

@@ -1,5 +1,5 @@
-/* Binary and int8 activations, and float ones in few rows: a template. Define before: PATH(name), and VECTOR_LANES = 8
- * (AVX2) or 16 (AVX-512).
+/* Binary activations (AVX2 alone), int8 ones, and float ones in few rows: a template. Define before: PATH(name), and
+ * VECTOR_LANES = 8 (AVX2) or 16 (AVX-512).
  *
  * The 16 signed sums of four inputs are bytes here, and the table of them is a register. One byte shuffle looks it up
  * for as many output channels as a vector has bytes, the nibbles of their weights being the indices.
@@ -13,7 +13,7 @@
 #if VECTOR_LANES == 16
 typedef __m512i bytes;
 typedef __m512 floats;
-enum { BYTES = 64, PIXEL_PAIRS = 4 };
+enum { BYTES = 64 };
 static inline bytes load(const void *p) { return _mm512_loadu_si512(p); }
 static inline void store(void *p, bytes v) { _mm512_storeu_si512(p, v); }
 static inline bytes repeat16(const void *p) { return _mm512_broadcast_i32x4(_mm_loadu_si128(p)); }
@@ -41,7 +41,7 @@ static inline floats positive(floats a) { return _mm512_max_ps(_mm512_setzero_ps
 #else
 typedef __m256i bytes;
 typedef __m256 floats;
-enum { BYTES = 32, PIXEL_PAIRS = 2 };
+enum { BYTES = 32 };
 static inline bytes load(const void *p) { return _mm256_loadu_si256(p); }
 static inline void store(void *p, bytes v) { _mm256_storeu_si256(p, v); }
 static inline bytes repeat16(const void *p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128(p)); }
@@ -73,12 +73,13 @@ enum {
     VECTORS = BLOCK / BYTES,
     WORDS = BYTES / 2,   /* 16-bit numbers in a vector */
     NUMBERS = BYTES / 4, /* 32-bit numbers in a vector */
-    PIXELS = 2 * PIXEL_PAIRS,
 };
 
 /* Two sums that stay in registers, computed up to here: GCC 12 would otherwise reorder the loop's work and spill them.
  */
+#if !defined(KEEP_ORDER)
 #define KEEP_ORDER(a, b) __asm__ volatile("" : "+v"(a), "+v"(b) : : "memory")
+#endif
 
 /* Values of up to 64 output channels of a pixel, finished and written. */
 static inline void finish_block(const mq_call *call, int64_t pixel, int64_t block, const float *values) {
@@ -112,7 +113,9 @@ static inline void finish_block(const mq_call *call, int64_t pixel, int64_t bloc
  * A padded position contributes nothing if it differs in half of its signs: its table holds 2 everywhere. That is the
  * 17th sign nibble, so tables are numbered 17 * first + second.
  */
+#if VECTOR_LANES == 8 /* AVX-512 has better: binary_popcount.inc.h */
 enum { PADDING = 16, NIBBLES = 17, PAIR_TABLES = NIBBLES * NIBBLES, RUN = 63, SPARE = 16 };
+enum { PIXEL_PAIRS = 2, PIXELS = 2 * PIXEL_PAIRS };
 
 static void make_pair_tables(uint8_t *tables) {
     uint8_t single[NIBBLES][16];
@@ -409,6 +412,7 @@ int PATH(mq_binary)(const mq_call *call) {
     free(memory);
     return MQ_OK;
 }
+#endif
 
 /* ---- Rows of integers --------------------------------------------------------------------------------------------
  *

@@ -1,13 +1,15 @@
 /* Layers with weights of two or three levels, for one processor family after another.
  *
- * A weight is a sum of sign planes: one plane for {-1, +1}; for {-1, 0, +1} two, w = (s0 + s1) / 2. Both kinds of
- * kernel look four products up at once: four inputs have only 16 signed sums, so these are tabulated, and four weights
- * (a "nibble") say which one is needed. What is tabulated and what lies side by side in a vector differs:
+ * A weight is a sum of sign planes: one plane for {-1, +1}; for {-1, 0, +1} two, w = (s0 + s1) / 2. Most kernels look
+ * four products up at once: four inputs have only 16 signed sums, so these are tabulated, and four weights (a "nibble")
+ * say which one is needed. What is tabulated and what lies side by side in a vector differs:
  *
  *   float activations   a table entry holds the sum for 16 output pixels; one nibble adds 16 x 4 products
  *                       (float_lookup.inc.h)
  *   binary and int8     a table is one register of bytes; one shuffle reads it for 32 or 64 output channels
  *                       (byte_lookup.inc.h)
+ *   binary, AVX-512     no tables: the processor counts the bits that differ, for 16 output channels and 32 inputs
+ *                       (binary_popcount.inc.h)
  *
  * Images are NHWC. A linear layer is a 1x1 convolution of an image one pixel high, as wide as the batch has rows.
  */
@@ -54,10 +56,15 @@ typedef struct {
     int64_t taps;              /* kh * kw */
     int64_t pointwise;         /* whether this is a linear layer or a 1x1 convolution, in one group */
     int64_t plane_bytes;       /* from one plane of a block to the next, in by_channel */
-    int64_t blocks8, blocks64; /* blocks of output channels of one group, in the two layouts */
+    int64_t words;             /* of 32 bits that hold the channels of one group: ceil(cg / 32) */
+    int64_t block_bytes;       /* from one block to the next, in by_word */
+    int64_t blocks8, blocks32, blocks64; /* blocks of output channels of one group, in the three layouts */
     const uint8_t *by_pixel;   /* float layout  [group][blocks8][ky * quads + quad][plane * kw + kx][8], nibble << 3 */
     const uint8_t *by_channel; /* byte layout   [group][blocks64][plane][ky][kx][quad][64], one nibble a byte; a
                                   pointwise layer [blocks64][plane][ceil(quads / 2)][64], two: it streams its weights */
+    const uint8_t *by_word;    /* word layout   [group][blocks32][plane][ky][kx * words + word][32], 32-bit numbers; the
+                                  second of two words in a kernel row is kept as its xor with the first */
+    const uint8_t *pads;       /* [group][blocks32][ky][kx][32], 32-bit: the sum of the position's weights, all planes */
     const float *x, *scale, *shift, *residual; /* scale and shift have entries for whole blocks of 64 channels */
     float *y;
 } mq_call;
