@@ -1,6 +1,7 @@
-/* Random layers through every native path, with buffers of exactly the size they need: for sanitizers (make sanitize).
- * Some weights have random bytes behind their header. Where weights are good, binary and int8 results must be equal on
- * all paths, and float ones close.
+/* Random layers through every native path that mq_paths() knows, with buffers of exactly the size they need: for
+ * sanitizers (make sanitize, which emulates AVX-512) and for processors that are new to us. Some weights have random
+ * bytes behind their header. Where weights are good, binary and int8 results must be equal on all paths, float ones
+ * close, and all of them the same for another number of threads.
  *
  *     kernels_fuzz [layers] [seed]
  */
@@ -40,6 +41,10 @@ static void one_layer(void) {
     is.dx = from(1, 3);
     is.py = from(0, 3), is.px = from(0, 3), is.h = from(1, 12), is.w = from(1, 40), is.relu = from(0, 1);
     is.c = is.groups * from(1, 70), is.o = is.groups * from(1, 140), is.threads = from(1, 3);
+    if (!from(0, 5)) { /* a small image of many channels */
+        is.h = from(1, 5), is.w = from(1, 6), is.kh = is.kw = 3, is.py = is.px = from(0, 1);
+        is.c = is.groups * (from(0, 1) ? 32 * from(1, 9) : from(70, 300));
+    }
     if (is.activation == MQ_INT8 || !from(0, 4)) { /* a linear layer */
         is.groups = is.kh = is.kw = is.sy = is.sx = is.dy = is.dx = is.h = 1;
         is.py = is.px = 0;
@@ -68,6 +73,12 @@ static void one_layer(void) {
         if (mq_run(&is, x, prepared, bytes, scale, shift, residual, out)) fail("run", &is);
         if (mq_run(&is, x, prepared, bytes - 1, scale, shift, residual, out) != MQ_BAD_WEIGHT)
             fail("short weight", &is);
+        mq_layer again = is;
+        again.threads = from(1, 5);
+        float *same = numbers(outputs);
+        if (mq_run(&again, x, prepared, bytes, scale, shift, residual, same)) fail("run again", &again);
+        if (!damaged && memcmp(same, out, (size_t)outputs * sizeof *out)) fail("differs by threads", &again);
+        free(same);
         for (int64_t i = 0; !damaged && i < outputs; i++) {
             const float gap = fabsf(out[i] - expected[i]);
             if (is.activation == MQ_FLOAT ? gap > 1e-2f + 1e-4f * fabsf(expected[i]) : gap != 0) fail("differs", &is);
