@@ -36,7 +36,7 @@ typedef struct {
     uint32_t *words;
     int64_t rows;           /* with the padding */
     int64_t phases, phase;  /* dx where it matters, else 1; columns of a phase, with the padding */
-    int64_t row, row_words; /* 32-bit numbers from a row to the next; of them, words (the rest is room) */
+    int64_t row, row_words; /* 32-bit numbers from a row to the next; its words, of two numbers each */
 } bit_image;
 
 /* The numbers of a column's words within a row. */
