@@ -494,6 +494,29 @@ def test_tied_weights_stay_tied():
     assert same_state(again, model)
 
 
+class Decoder(nn.Module):
+    """A linear layer that shares its weight with the embedding that is built after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.decode, self.embed = nn.Linear(8, 12, bias=False), nn.Embedding(12, 8)
+        self.embed.weight = self.decode.weight
+
+    def forward(self, x):
+        return self.decode(self.embed(x))
+
+
+@torch.no_grad()
+def test_a_weight_shared_with_a_layer_that_is_not_packed_keeps_its_numbers(tmp_path):
+    model, x = on_levels(Decoder()), torch.arange(12)
+    packed = mq.pack(model)
+    assert packed.layers() == ["decode"]
+    assert torch.equal(packed(x), model(x))
+    assert same_state(mq.unpack(packed), model)
+    mq.save(packed, tmp_path / "net.safetensors")
+    assert torch.equal(mq.load(tmp_path / "net.safetensors", Decoder())(x), model(x))
+
+
 @torch.no_grad()
 def test_a_single_layer_is_a_model_too():
     layer = on_levels(nn.Linear(9, 3))

@@ -270,8 +270,10 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
                 layers[path] = PackedLinear.of(module, weight, bias, int8=int8)
             elif isinstance(module, nn.Conv2d):
                 layers[path] = PackedConv2d.of(module, weight, bias)
+    kept = [module for path, module in plain.named_modules() if path not in layers]
+    used = {names.get(id(parameter)) for module in kept for parameter in module.parameters(recurse=False)}
     for name, entry in entries.items():
-        if isinstance(entry, PackedTensor) and name.rpartition(".")[0] not in layers:
+        if isinstance(entry, PackedTensor) and name in used:  # also by a module that shares it with a packed layer
             tensors[name] = entry.unpack()
     network = _with_layers(plain, tensors, layers).eval()
     return PackedModel(network, plain, _trace(network) if fuse else None)
