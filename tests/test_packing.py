@@ -411,6 +411,8 @@ def test_batch_norm_over_another_axis_than_the_rows_is_not_confused():
     packed = mq.pack(model)
     for x in (torch.randn(7, 12), torch.randn(7, 5, 12)):
         torch.testing.assert_close(packed(x), model(x))
+    model, x = on_levels(nn.Sequential(nn.Linear(12, 5), nn.BatchNorm1d(3), nn.ReLU())), torch.randn(7, 3, 12)
+    torch.testing.assert_close(mq.pack(model)(x), model(x))
 
 
 class Optional(nn.Module):

@@ -353,7 +353,7 @@ def _fuse(network: nn.Module, graph: fx.Graph) -> None:
         last = node
         follower = _only_user(last)
         norm = _module(network, follower)
-        if isinstance(norm, _NORMS[type(layer)]) and _folds(norm) and called.count(follower.target) == 1:
+        if isinstance(norm, _NORMS[type(layer)]) and _folds(norm, layer) and called.count(follower.target) == 1:
             layer.fold(norm)
             last, follower = follower, _only_user(follower)
         residual = _added(last, follower)
@@ -390,8 +390,8 @@ def _only_user(node: fx.Node) -> Any:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _folds(norm: nn.BatchNorm1d | nn.BatchNorm2d) -> bool:
-    known = type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d)
+def _folds(norm: nn.BatchNorm1d | nn.BatchNorm2d, layer: PackedConv2d | PackedLinear) -> bool:
+    known = type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d) and norm.num_features == layer.weight_bits.shape[0]
     return known and norm.running_mean is not None and norm.running_var is not None and not _hooked(norm)
 
 
