@@ -371,6 +371,8 @@ class Block(nn.Module):
             return x.view(torch.int32), self.bn1(self.conv1(x))
         if self.style == "alpha":
             return torch.add(y, x, alpha=2).view(x.size(0), -1)
+        if self.style == "view by name":
+            return y.view(size=(x.size(0), -1))
         return F.relu(self.bn2(self.conv2(x)).reshape(x.shape[0], -1))
 
 
@@ -384,6 +386,7 @@ STYLES = [
     "used again",
     "method",
     "alpha",
+    "view by name",
     "reshaped",
 ]
 

@@ -340,8 +340,11 @@ def _trace(network: nn.Module) -> fx.Graph | None:
 def _fuse(network: nn.Module, graph: fx.Graph) -> None:
     """Lets each packed layer do what surrounds it: sign -> layer -> batch norm -> addition -> ReLU."""
     for node in graph.nodes:
-        if node.op == "call_method" and node.target == "view" and not isinstance(node.args[1], torch.dtype):
-            node.target = "reshape"  # in channels_last the dimensions of a view may not lie as they did
+        if node.op == "call_method" and node.target == "view":
+            size = node.args[1:] or (node.kwargs.get("size"),)
+            if size[0] is not None and not isinstance(size[0], torch.dtype):
+                # In channels_last the dimensions of a view may not lie as they did.
+                node.target, node.args, node.kwargs = "reshape", (node.args[0], *size), {}
     called = [node.target for node in graph.nodes if node.op == "call_module"]
     for node in list(graph.nodes):
         layer = _module(network, node)
