@@ -114,6 +114,35 @@ def test_everything_that_can_be_exported_is_right(to, tmp_path):
     assert close(in_openvino(path, x), model(x))
 
 
+class InPlace(nn.Module):
+    """Statements that change a tensor, and are not assigned to anything."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.relu = nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        x, y, z = self.conv(x), self.conv(x - 1), self.conv(2 * x)
+        self.relu(x)
+        y.relu_()
+        F.relu(z, inplace=True)
+        z.add_(1)
+        return x - y * z
+
+
+def export_and_run(model, tmp_path, to, x):
+    path = tmp_path / {"onnx": "net.onnx", "openvino": "net.xml"}[to]
+    mq.export(model, path, x.shape[1:], to=to)
+    return in_onnx_runtime(path, x) if to == "onnx" else in_openvino(path, x)
+
+
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@torch.no_grad()
+def test_what_is_changed_in_place_stays_changed(to, tmp_path):
+    model, x = on_levels(InPlace()), torch.randn(2, 3, 6, 6)
+    assert close(export_and_run(model, tmp_path, to, x), model(x))
+
+
 def signs(channels):
     layers = [nn.Conv2d(3, channels, 3, padding=1), nn.BatchNorm2d(channels)]
     layers += [BinaryActivation(), nn.Conv2d(channels, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16)]

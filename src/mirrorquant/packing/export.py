@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from mirrorquant.nn import BinaryActivation
 from mirrorquant.packing.bits import PackedTensor, PackError
 from mirrorquant.packing.layers import pads
-from mirrorquant.packing.model import Entry, PackedModel, entries_of, skeleton, state, trace
+from mirrorquant.packing.model import Entry, PackedModel, entries_of, in_place, skeleton, state, trace
 
 __all__ = ["Window", "Writer", "export"]
 
@@ -181,6 +181,8 @@ class _Reader:
                 self.writer.output(self.values[result])
             elif node in self.shapes:  # all else are sizes, which the shapes know already
                 self.values[node] = self._value(node)
+                if in_place(self.plain, node):  # whoever reads its input from here on reads what became of it
+                    self.values[node.args[0]] = self.values[node]
 
     def _value(self, node: fx.Node) -> Any:
         if node.op == "placeholder":

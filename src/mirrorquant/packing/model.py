@@ -416,13 +416,15 @@ def _added(node: fx.Node, follower: Any) -> fx.Node | None:
 def _changes_between(network: nn.Module, graph: fx.Graph, start: fx.Node, end: fx.Node) -> bool:
     """Whether a tensor may be changed in place between two nodes, so that the first cannot be moved to the second."""
     nodes = list(graph.nodes)
-    for node in nodes[nodes.index(start) + 1 : nodes.index(end)]:
-        module, name = _module(network, node), str(getattr(node.target, "__name__", node.target))
-        if getattr(module, "inplace", False) or node.kwargs.get("inplace") or node.kwargs.get("out") is not None:
-            return True
-        if node.op != "call_module" and ((name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE):
-            return True
-    return False
+    return any(in_place(network, node) for node in nodes[nodes.index(start) + 1 : nodes.index(end)])
+
+
+def in_place(network: nn.Module, node: fx.Node) -> bool:
+    """Whether a node changes a tensor that it was given."""
+    module, name = _module(network, node), str(getattr(node.target, "__name__", node.target))
+    if getattr(module, "inplace", False) or node.kwargs.get("inplace") or node.kwargs.get("out") is not None:
+        return True
+    return node.op != "call_module" and ((name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE)
 
 
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")
