@@ -143,6 +143,29 @@ def test_what_is_changed_in_place_stays_changed(to, tmp_path):
     assert close(export_and_run(model, tmp_path, to, x), model(x))
 
 
+class Options(nn.Module):
+    """Arguments in all the ways in which torch takes them."""
+
+    def __init__(self, last=None):
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(3, 8, 3), last
+
+    def forward(self, x):
+        x = self.conv(x)
+        return self.last(x) if self.last else torch.cat((x, x - 1), axis=1).mean(axis=(2, 3), keepdims=True)
+
+
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@torch.no_grad()
+def test_options_go_by_all_their_names(to, tmp_path):
+    model, x = on_levels(Options()), torch.randn(2, 3, 6, 6)
+    assert close(export_and_run(model, tmp_path, to, x), model(x))
+    with pytest.raises(PackError, match=r"it has the option return_indices=True"):
+        export_and_run(on_levels(Options(lambda x: F.max_pool2d(x, 2, return_indices=True)[0])), tmp_path, to, x)
+    with pytest.raises(PackError, match=r"mean .* cannot be exported with input, dim by name: pass tensors by position"):
+        export_and_run(on_levels(Options(lambda x: torch.mean(input=x, dim=1))), tmp_path, to, x)
+
+
 def signs(channels):
     layers = [nn.Conv2d(3, channels, 3, padding=1), nn.BatchNorm2d(channels)]
     layers += [BinaryActivation(), nn.Conv2d(channels, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16)]

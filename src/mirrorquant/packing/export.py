@@ -208,6 +208,8 @@ class _Reader:
     # What the nodes refer to.
 
     def _input(self, node: fx.Node, place: int = 0) -> Any:
+        if place >= len(node.args):
+            raise self._unknown(node, f" with {', '.join(node.kwargs)} by name: pass tensors by position")
         return self._operand(node, node.args[place])
 
     def _operand(self, node: fx.Node, value: Any) -> Any:
@@ -232,9 +234,13 @@ class _Reader:
         return self.writer.tensor(path, tensor)
 
     def _bind(self, node: fx.Node, **defaults: Any) -> dict[str, Any]:
-        """The arguments after the first one, by name."""
+        """The arguments after the first one, by name; what they do not provide for is refused."""
         given = dict(zip(defaults, node.args[1:], strict=False))
-        return {**defaults, **given, **{k: v for k, v in node.kwargs.items() if k in defaults}}
+        named = {_NAMES.get(key, key): value for key, value in node.kwargs.items() if key not in _NO_MATTER}
+        odd = [key for key, value in named.items() if key not in defaults and value not in (None, False)]
+        if odd:
+            raise self._unknown(node, f": it has the option {odd[0]}={named[odd[0]]}")
+        return {**defaults, **given, **{key: value for key, value in named.items() if key in defaults}}
 
     # Modules.
 
@@ -395,6 +401,8 @@ class _Reader:
 
 
 _TORCH = ("torch", "_operator", "operator")
+_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # as numpy calls them, which torch takes too
+_NO_MATTER = ("inplace", "dtype")
 _AFFINE = {"ones": torch.ones, "zeros": torch.zeros}
 
 
