@@ -381,8 +381,11 @@ class _Reader:
         return method
 
     def _clip(self, node: fx.Node) -> Any:
-        options = self._bind(node, min=-math.inf, max=math.inf)
-        return self.writer.clip(self._input(node), float(options["min"]), float(options["max"]))
+        low, high = self._bind(node, min=None, max=None).values()
+        if isinstance(low, fx.Node) or isinstance(high, fx.Node):
+            raise self._unknown(node, ": its ends are tensors")
+        ends = (-math.inf if low is None else float(low), math.inf if high is None else float(high))
+        return self.writer.clip(self._input(node), *ends)
 
     def _hardtanh_function(self, node: fx.Node) -> Any:
         options = self._bind(node, min_val=-1.0, max_val=1.0)
