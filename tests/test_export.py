@@ -114,6 +114,13 @@ def test_everything_that_can_be_exported_is_right(to, tmp_path):
     assert close(in_openvino(path, x), model(x))
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_no_constant_is_written_that_nobody_reads(affine, tmp_path):
+    mq.export(network("digitsnet", affine=affine), tmp_path / "net.onnx", (1, 8, 8))
+    graph = onnx.load(str(tmp_path / "net.onnx")).graph
+    assert {constant.name for constant in graph.initializer} <= {name for node in graph.node for name in node.input}
+
+
 class InPlace(nn.Module):
     """Statements that change a tensor, and are not assigned to anything."""
 

@@ -273,10 +273,13 @@ class _Reader:
         if layer.running_mean is None or layer.running_var is None:
             raise self._unknown(node, ": it has no running statistics")
         count = layer.num_features
-        given = [self._tensor(t) for t in (layer.weight, layer.bias, layer.running_mean, layer.running_var)]
-        plain = [self.writer.tensor(f"{text}.{count}", make(count)) for text, make in _AFFINE.items()]
-        scale, shift = (plain[k] if given[k] is None else given[k] for k in (0, 1))
-        return self.writer.norm(self._input(node), [scale, shift, *given[2:]], layer.eps)
+        affine = [(layer.weight, "ones", torch.ones), (layer.bias, "zeros", torch.zeros)]
+        tensors = [
+            self.writer.tensor(f"/{name}.{count}", make(count)) if tensor is None else self._tensor(tensor)
+            for tensor, name, make in affine
+        ]
+        tensors += [self._tensor(layer.running_mean), self._tensor(layer.running_var)]
+        return self.writer.norm(self._input(node), tensors, layer.eps)
 
     def _same(self, layer: nn.Module, node: fx.Node) -> Any:
         return self._input(node)
@@ -406,7 +409,6 @@ class _Reader:
 _TORCH = ("torch", "_operator", "operator")
 _NAMES = {"axis": "dim", "keepdims": "keepdim"}  # as numpy calls them, which torch takes too
 _NO_MATTER = ("inplace", "dtype")
-_AFFINE = {"ones": torch.ones, "zeros": torch.zeros}
 
 
 def _pair(value: Any) -> tuple[int, int]:
