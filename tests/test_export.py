@@ -121,6 +121,26 @@ def test_no_constant_is_written_that_nobody_reads(affine, tmp_path):
     assert {constant.name for constant in graph.initializer} <= {name for node in graph.node for name in node.input}
 
 
+class Named(nn.Module):
+    """A parameter that has a name which the file needs, too."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.fc = name, nn.Linear(12, 8)
+        setattr(self, name, nn.Parameter(torch.ones(8)))
+
+    def forward(self, x):
+        return getattr(self, self.name) * self.fc(x)
+
+
+@pytest.mark.parametrize("name", ["input", "output", "masks"])
+@torch.no_grad()
+def test_parameters_may_have_any_name(name, tmp_path):
+    model, x = on_levels(Named(name)), torch.randn(2, 12)
+    setattr(model, name, nn.Parameter(torch.randn(8)))
+    assert close(export_and_run(model, tmp_path, "onnx", x), model(x))
+
+
 class InPlace(nn.Module):
     """Statements that change a tensor, and are not assigned to anything."""
 
