@@ -121,6 +121,13 @@ def test_no_constant_is_written_that_nobody_reads(affine, tmp_path):
     assert {constant.name for constant in graph.initializer} <= {name for node in graph.node for name in node.input}
 
 
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@torch.no_grad()
+def test_a_single_layer_is_a_model_too(to, tmp_path):
+    model, x = on_levels(nn.Conv2d(3, 8, 3)), torch.randn(2, 3, 6, 6)
+    assert close(export_and_run(mq.pack(model), tmp_path, to, x), model(x))
+
+
 class Named(nn.Module):
     """A parameter that has a name which the file needs, too."""
 

@@ -150,14 +150,15 @@ class _Reader:
     """Reads a traced network, and has it written."""
 
     def __init__(self, plain: nn.Module, entries: dict[str, Entry], shape: tuple[int, ...], writer: Writer) -> None:
-        self.plain, self.entries, self.writer, self.shape = plain, entries, writer, shape
+        self.entries, self.writer, self.shape = entries, writer, shape
         self.names = {id(tensor): name for name, tensor in state(plain)}
+        self.plain = nn.Sequential(plain).eval() if type(plain) in _MODULES else plain  # a layer is a node of a model
         try:
-            self.graph = trace(plain)
+            self.graph = trace(self.plain)
             inputs = [node.name for node in self.graph.nodes if node.op == "placeholder"]
             if len(inputs) > 1:
                 raise PackError(f"it takes {', '.join(inputs)}, but only one input can be exported")
-            module = fx.GraphModule(plain, self.graph)
+            module = fx.GraphModule(self.plain, self.graph)
             runs = [_Shapes(module) for _ in _BATCHES]
             for run, batch in zip(runs, _BATCHES, strict=True):
                 run.run(torch.empty(batch, *shape, device="meta"))
