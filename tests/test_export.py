@@ -128,6 +128,27 @@ def test_a_single_layer_is_a_model_too(to, tmp_path):
     assert close(export_and_run(mq.pack(model), tmp_path, to, x), model(x))
 
 
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@pytest.mark.parametrize(("window", "size"), [((3, 2, 1), 8), ((2, 3, 1), 5)])
+@torch.no_grad()
+def test_pools_that_round_up_end_where_torch_does(window, size, to, tmp_path):
+    x = torch.randn(2, 3, size, size)
+    counting = nn.AvgPool2d(*window, ceil_mode=True)
+    for pool in (
+        nn.MaxPool2d(*window, ceil_mode=True),
+        nn.AvgPool2d(*window, ceil_mode=True, count_include_pad=False),
+        counting,
+    ):
+        model = on_levels(nn.Sequential(nn.Conv2d(3, 8, 1), pool))
+        if to == "openvino" and pool is counting:
+            with pytest.raises(PackError, match="one with count_include_pad=False can"):
+                export_and_run(model, tmp_path, to, x)
+            continue
+        found = export_and_run(model, tmp_path, to, x)
+        assert found.shape == tuple(model(x).shape)
+        assert close(found, model(x))
+
+
 class Named(nn.Module):
     """A parameter that has a name which the file needs, too."""
 
