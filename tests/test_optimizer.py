@@ -595,6 +595,23 @@ def test_bad_construction_leaves_everything_as_it_was(options, message):
     assert [list(map(id, g["params"])) for g in base.param_groups] == [list(map(id, ps)) for ps in groups]
 
 
+@pytest.mark.parametrize("method", ["md-tanh-primal", "md-softmax-primal"])
+def test_weights_that_stay_on_their_levels_cannot_decay(method):
+    """Their latents become infinite, and infinity less a part of itself is NaN."""
+    base = torch.optim.SGD(mq.split(small_network()), lr=0.1, weight_decay=0.01)
+    with pytest.raises(ValueError, match=rf"use weight_decay=0, or '{method.removesuffix('-primal')}'"):
+        mq.MirrorDescent(base, method)
+    opt = wrap(small_network(), method)
+    opt.param_groups[1]["weight_decay"] = 0.01
+    with pytest.raises(ValueError, match=r"weight_decay is 0\.01"):
+        opt.step()
+    model = small_network()
+    opt = wrap(model, method, torch.optim.AdamW, lr=0.1, anneal=mq.anneal.geometric(1.5))
+    train(model, opt, 20)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    opt.finalize()
+
+
 def test_a_used_base_optimizer_is_refused():
     model = small_network()
     base = torch.optim.Adam(mq.split(model), lr=0.01)

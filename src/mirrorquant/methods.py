@@ -54,6 +54,7 @@ class Method:
     levels: Levels = BINARY
     name: ClassVar[str] = ""
     lowest_beta: ClassVar[float] = 1.0
+    can_decay: ClassVar[bool] = True
     registry: ClassVar[dict[str, type[Method]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -243,6 +244,7 @@ class MDTanhPrimal(MDTanh):
     """
 
     name = "md-tanh-primal"
+    can_decay = False  # a latent that has reached its level is infinite
 
     def settle(self, latent: Tensor, beta: Beta, lr: Beta) -> Tensor:
         """v = P_1⁻¹(w) of the rounded w = P_1(v), which is infinite where w is a level."""
@@ -380,6 +382,7 @@ class MDSoftmaxPrimal(MDSoftmax):
     """MD-softmax that keeps the primal point in its own precision: a level whose probability is 0 stays out."""
 
     name = "md-softmax-primal"
+    can_decay = False  # a latent that has reached its level is infinite
 
     def settle(self, latent: Lifted, beta: Beta, lr: Beta) -> Lifted:
         """log u of the rounded u = softmax(v), which is −∞ where a probability has underflown to 0."""

@@ -123,6 +123,7 @@ class MirrorDescent(Optimizer):
         if self.finalized and not isinstance(method, REF):
             raise RuntimeError(f"the optimizer is finalized: a new group can only be 'ref', not {method}")
         group["beta"] = _beta(group.get("anneal", self.defaults["anneal"]), method, self.steps)
+        self._refuse_decay({**self.defaults, **group})
         super().add_param_group(group)
         try:
             learnt = [p for p in group["params"] if p.requires_grad and not isinstance(method, REF)]
@@ -274,6 +275,8 @@ class MirrorDescent(Optimizer):
                 "and backward pass and step outside, or train with mirrorquant.train, whose fast step brings beta along"
             )
         betas = [_beta(group["anneal"], group["method"], self.steps + 1) for group in self.param_groups]
+        for group in self.param_groups:
+            self._refuse_decay(group)
         for ours, theirs in zip(self.param_groups, self.base.param_groups, strict=True):
             theirs.update({k: v for k, v in ours.items() if k in theirs and k not in (*_OURS, "params")})
             scale = ours["method"].step_scale(ours["beta"])
@@ -291,6 +294,16 @@ class MirrorDescent(Optimizer):
             group["beta"].fill_(beta)
         else:
             group["beta"] = torch.full((), beta, device=group["params"][0].device)
+
+    def _refuse_decay(self, group: dict[str, Any]) -> None:
+        """Weight decay that goes by the gradient makes NaN of a latent that is infinite; AdamW's leaves it as it is."""
+        method: Method = group["method"]
+        apart = group.get("decoupled_weight_decay") or isinstance(self.base, torch.optim.AdamW)
+        if group.get("weight_decay") and not apart and not method.can_decay:
+            raise ValueError(
+                f"weight_decay is {group['weight_decay']:g}, but {type(method).__name__} keeps a weight on its level, "
+                f"where nothing decays: use weight_decay=0, or {method.name.removesuffix('-primal')!r}"
+            )
 
     def _refuse_bad_gradients(self) -> None:
         if torch.compiler.is_compiling():
