@@ -135,6 +135,7 @@ def test_ref_is_bit_identical_to_the_bare_optimizer(make):
         lambda p: torch.optim.AdamW(p, lr=0.01),
         lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
         lambda p: torch.optim.Adadelta(p),
+        lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1),
         lambda p: torch.optim.NAdam(p),
     ],
 )
@@ -155,6 +156,14 @@ def test_any_base_optimizer_moves_the_latents_as_it_would_move_weights(make):
         for twin, p in zip(twins, model.parameters(), strict=True):
             assert torch.equal(twin, opt.latent(p))
             torch.testing.assert_close(p.detach(), torch.tanh(opt.beta * twin), rtol=0, atol=2e-7)
+
+
+def test_adagrad_keeps_its_sums_for_latents_of_another_shape():
+    model = small_network()
+    opt = wrap(model, "md-softmax-s", torch.optim.Adagrad)
+    train(model, opt, 2)
+    assert opt.base.state[opt.latent(model[0].weight)]["sum"].shape == (2, *model[0].weight.shape)
+    assert model[0].weight not in opt.base.state
 
 
 def test_several_methods_and_level_sets_side_by_side(tmp_path):

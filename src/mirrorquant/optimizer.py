@@ -86,7 +86,7 @@ class MirrorDescent(Optimizer):
     ) -> None:
         if not isinstance(base, Optimizer) or isinstance(base, MirrorDescent):
             raise TypeError(f"base is a {type(base).__name__}, but it must be a plain torch optimizer")
-        if base.state:
+        if any(float(state.get("step", 1)) for state in base.state.values()):
             raise ValueError(
                 f"the base {type(base).__name__} already has state for {len(base.state)} parameters, which belongs "
                 "to the weights and not to the latents: wrap a fresh optimizer"
@@ -106,6 +106,9 @@ class MirrorDescent(Optimizer):
             theirs["params"][:] = self._moved(ours)  # in place: LBFGS keeps the list
             for key in (*_OURS, "levels"):
                 theirs.pop(key, None)
+        if base.state:  # Adagrad's begins with the optimizer: that of the latents
+            base.state.clear()
+            base.state.update(type(base)([dict(group) for group in base.param_groups], **base.defaults).state)
         self._constructed = True
         self._write(rounded=False)
 
