@@ -283,6 +283,16 @@ def test_bfloat16_weights_keep_a_float32_latent_that_small_steps_move():
     torch.testing.assert_close(opt.latent(w), torch.full((3,), 0.999), rtol=0, atol=1e-6)
 
 
+def test_the_weights_device_counts_and_not_the_default_one(method):
+    model = small_network()
+    opt = wrap(model, method, torch.optim.SGD)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with torch.device("meta"):
+        opt.step()
+        opt.finalize()
+
+
 def test_parameters_without_gradients_are_left_where_they_are(method):
     model = small_network()
     opt = wrap(model, method, anneal=mq.anneal.constant(1.0))
