@@ -563,6 +563,18 @@ def test_frozen_parameters_given_directly_are_left_alone():
     assert BINARY.holds(layer.weight.detach())
 
 
+def test_a_frozen_parameter_is_not_trained_in_float_later_on():
+    layer = nn.Linear(3, 2)
+    layer.bias.requires_grad_(False)
+    opt = mq.MirrorDescent(torch.optim.Adam(layer.named_parameters()))
+    frozen = layer.bias.clone()
+    layer.bias.requires_grad_(True)
+    layer(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="bias was frozen when the optimizer was built"):
+        opt.step()
+    assert torch.equal(layer.bias, frozen)
+
+
 def test_capture_in_a_cuda_graph_is_refused(monkeypatch):
     model = small_network()
     opt = wrap(model)

@@ -278,8 +278,9 @@ class MirrorDescent(Optimizer):
                 "and backward pass and step outside, or train with mirrorquant.train, whose fast step brings beta along"
             )
         betas = [_beta(group["anneal"], group["method"], self.steps + 1) for group in self.param_groups]
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
             self._refuse_decay(group)
+            self._refuse_thawed(index)
         for ours, theirs in zip(self.param_groups, self.base.param_groups, strict=True):
             theirs.update({k: v for k, v in ours.items() if k in theirs and k not in (*_OURS, "params")})
             scale = ours["method"].step_scale(ours["beta"])
@@ -307,6 +308,16 @@ class MirrorDescent(Optimizer):
                 f"weight_decay is {group['weight_decay']:g}, but {type(method).__name__} keeps a weight on its level, "
                 f"where nothing decays: use weight_decay=0, or {method.name.removesuffix('-primal')!r}"
             )
+
+    def _refuse_thawed(self, index: int) -> None:
+        """A parameter without a latent would be trained in float, among quantized ones."""
+        group = self.param_groups[index]
+        for name, p in zip(self._names(index), group["params"], strict=True):
+            if p.grad is not None and p not in self.state and not isinstance(group["method"], REF):
+                raise RuntimeError(
+                    f"{name} was frozen when the optimizer was built, so it has no latent, but now it has a gradient: "
+                    "build the optimizer first and freeze after, or build another one"
+                )
 
     def _refuse_bad_gradients(self) -> None:
         if torch.compiler.is_compiling():
