@@ -67,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if changes and not hasattr(options, "changes"):
         parser.error(f"{given[0]} takes no key=value, but there is {changes[0]!r}")
     options.overrides = changes
+    if "" not in sys.path:
+        sys.path.append("")  # a model of one's own lies in the current folder
     try:
         options.run(options)
     except Interrupted as stop:
