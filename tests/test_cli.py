@@ -170,6 +170,7 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["eval", "nowhere"], 1, "nowhere/config.json cannot be read"),
         (["recipes", "cifra10"], 1, "did you mean"),
         (["compare", "digits/digitsnet", "--methods", "bcc"], 1, "did you mean 'digits/digitsnet/binary/bc'"),
+        (["compare", "seed=3"], 1, "say how many by --seeds"),
         (["curves", "nowhere"], 1, "nowhere/config.json"),
         (["summary", "nowhere"], 1, "no recipe 'nowhere'"),
         (["train", "data=cifar10", "data_root=nowhere"], 1, "cifar-10-batches-bin"),
@@ -190,7 +191,7 @@ def no_network(*arguments, **options):
 
 
 def test_wrong_flags_are_usage_errors(capsys):
-    for arguments in (["train", "--fast"], ["eval"], ["methods", "lr=1"]):
+    for arguments in (["train", "--fast"], ["eval"], ["methods", "lr=1"], ["compare", "--seeds", "0"]):
         with pytest.raises(SystemExit) as stop:
             main(arguments)
         assert stop.value.code == 2

@@ -115,6 +115,8 @@ def train(options: argparse.Namespace) -> None:
 
 def compare(options: argparse.Namespace) -> None:
     """Trains several methods on one task."""
+    if any(text.startswith("seed=") for text in options.overrides):
+        raise ConfigError("compare trains with the seeds 0, 1, ...: say how many by --seeds, not which by seed=")
     folder = options.out or Path("runs") / ("compare-" + options.task.replace("/", "-"))
     rows, folders = [], []
     for method in options.methods.split(","):
@@ -470,7 +472,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub.add_argument("task", nargs="?", default="digits/digitsnet", help="data set and model of the recipes")
     sub.add_argument("--methods", default="ref,bc,md-tanh-s", help="as in the recipes' names, with commas in between")
     sub.add_argument("--levels", default="binary", choices=["binary", "ternary"])
-    sub.add_argument("--seeds", type=int, default=1, help="how many seeds of each")
+    sub.add_argument("--seeds", type=_count, default=1, help="how many seeds of each")
     sub.add_argument("--out", type=Path, help="the folder; below runs/ unless told")
     _common(sub)
     sub = command("eval", evaluate, "the best rounded network of a run", "mirrorquant eval runs/NAME --split val")
@@ -513,6 +515,12 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     )
     command("kernels", show_kernels, "which kernels run packed networks here", "mirrorquant kernels")
     return parser, list(commands.choices)
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
 
 
 def _shape(text: str) -> list[int]:
