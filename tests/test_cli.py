@@ -141,7 +141,8 @@ def test_a_model_of_ones_own_is_named_for_its_packed_file(tmp_path, monkeypatch,
 
 def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys):
     assert main(["train", "digits/digitsnet/ref", *TINY, "--out", str(tmp_path / "ref"), "--quiet"]) == 0
-    broken = tmp_path / "broken.safetensors"
+    whole, broken = tmp_path / "whole.safetensors", tmp_path / "broken.safetensors"
+    assert main(["pack", str(run_folder), "-o", str(whole)]) == 0
     assert main(["pack", str(run_folder), "-o", str(broken)]) == 0
     broken.write_bytes(broken.read_bytes()[:-1])
     capsys.readouterr()
@@ -152,6 +153,7 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["export", str(broken), "--to", "onnx"], "broken.safetensors is damaged or was altered"),
         (["eval", str(tmp_path / "no.onnx"), "--data", "digits"], "no.onnx cannot be read by ONNX Runtime"),
         (["eval", str(tmp_path / "no.onnx")], "tell by --data"),
+        (["eval", str(whole), "--data", "synthetic:3x8x8:10"], "cannot be tested on synthetic:3x8x8:10, images of 3x8x8"),
     ):
         assert main(arguments) == 1, arguments
         told = capsys.readouterr().err

@@ -33,6 +33,7 @@ from mirrorquant.data import load
 from mirrorquant.packing import PackError, kernels
 from mirrorquant.train import checkpoint, plots, recipes
 from mirrorquant.train.config import Config, ConfigError
+from mirrorquant.train.fast import first_line
 from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, layers
 from mirrorquant.train.tables import (
     FREE_KEYS,
@@ -186,7 +187,11 @@ def _evaluate_file(options: argparse.Namespace) -> None:
         model, how = OnnxModel(path), "run by ONNX Runtime"
     data = load(name, options.data_root)
     result: dict[str, Any] = {"file": str(path), "split": options.split, "bytes": path.stat().st_size}
-    result["accuracy"], result["loss"] = accuracy(model, getattr(data, options.split), data)
+    try:
+        result["accuracy"], result["loss"] = accuracy(model, getattr(data, options.split), data)
+    except Exception as error:
+        size = "x".join(map(str, data.shape))
+        raise PackError(f"{path} cannot be tested on {name}, images of {size}: {first_line(error)}") from error
     if options.json:
         print(json.dumps(result))
         return
