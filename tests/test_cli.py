@@ -153,7 +153,7 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["export", str(broken), "--to", "onnx"], "broken.safetensors is damaged or was altered"),
         (["eval", str(tmp_path / "no.onnx"), "--data", "digits"], "no.onnx cannot be read by ONNX Runtime"),
         (["eval", str(tmp_path / "no.onnx")], "tell by --data"),
-        (["eval", str(whole), "--data", "synthetic:3x8x8:10"], "cannot be tested on synthetic:3x8x8:10, images of 3x8x8"),
+        (["eval", str(whole), "--data", "synthetic:3x8x8:10"], "cannot be tested on synthetic:3x8x8:10, images"),
     ):
         assert main(arguments) == 1, arguments
         told = capsys.readouterr().err
@@ -175,6 +175,8 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["compare", "seed=3"], 1, "say how many by --seeds"),
         (["curves", "nowhere"], 1, "nowhere/config.json"),
         (["summary", "nowhere"], 1, "no recipe 'nowhere'"),
+        (["plots", "--out", "/dev/null/figures"], 1, "/dev/null/figures"),
+        (["train", *TINY, "--quiet", "--results", "/dev/null/results"], 1, "/dev/null/results cannot be read or"),
         (["train", "data=cifar10", "data_root=nowhere"], 1, "cifar-10-batches-bin"),
     ],
 )

@@ -83,6 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (*USER_ERRORS, recipes.RecipeError, plots.PlotError, TableError, PackError) as error:
         print(f"mirrorquant: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"mirrorquant: {error.filename} cannot be read or written ({error.strerror})", file=sys.stderr)
+        return 1
     return 0
 
 
