@@ -388,6 +388,16 @@ def test_bad_configurations_are_refused(overrides, message):
         Config.from_recipe(DIGITS, overrides)
 
 
+@pytest.mark.parametrize("method", ["ref", "md-tanh-s"])
+def test_what_a_model_has_frozen_is_not_trained(method):
+    """The fast step trains all that the optimizer has."""
+    setting = Config.from_recipe(DIGITS, [f"method={method}"])
+    model = setting.build_model(10, 1)
+    model.conv1.weight.requires_grad_(False)
+    names = [name for group in setting.build_optimizer(model, 1).param_groups for name in group["param_names"]]
+    assert names == ["conv2.weight", "conv3.weight", "fc.weight", "fc.bias"]
+
+
 def test_problems_of_data_model_and_device_are_told_without_a_traceback(tmp_path, capsys):
     for override in (
         "data=cifar99",

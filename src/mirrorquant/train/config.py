@@ -148,9 +148,8 @@ class Config:
     def build_optimizer(self, model: nn.Module, batches_per_epoch: int) -> MirrorDescent:
         """The base optimizer of the recipe, wrapped."""
         try:
-            groups = (
-                [{"params": list(model.named_parameters())}] if self.method == "ref" else split(model, skip=self.skip)
-            )
+            learnt = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+            groups = [{"params": learnt}] if self.method == "ref" else split(model, skip=self.skip)
         except ValueError as error:
             raise ConfigError(f"skip is {','.join(self.skip)}: {error}") from error
         base: torch.optim.Optimizer
