@@ -131,7 +131,6 @@ def test_a_model_of_ones_own_is_named_for_its_packed_file(tmp_path, monkeypatch,
     code = "from torch import nn\ndef net(classes): return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))\n"
     (tmp_path / "ownnet.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
     assert main(["train", *TINY, "model=ownnet:net", "--out", "run", "--quiet"]) == 0
     assert main(["pack", "run"]) == 0
     assert main(["eval", "run/packed.safetensors"]) == 1
@@ -142,7 +141,8 @@ def test_a_model_of_ones_own_is_named_for_its_packed_file(tmp_path, monkeypatch,
 
 def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys):
     assert main(["train", "digits/digitsnet/ref", *TINY, "--out", str(tmp_path / "ref"), "--quiet"]) == 0
-    broken = tmp_path / "broken.safetensors"
+    whole, broken = tmp_path / "whole.safetensors", tmp_path / "broken.safetensors"
+    assert main(["pack", str(run_folder), "-o", str(whole)]) == 0
     assert main(["pack", str(run_folder), "-o", str(broken)]) == 0
     broken.write_bytes(broken.read_bytes()[:-1])
     capsys.readouterr()
@@ -153,6 +153,7 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["export", str(broken), "--to", "onnx"], "broken.safetensors is damaged or was altered"),
         (["eval", str(tmp_path / "no.onnx"), "--data", "digits"], "no.onnx cannot be read by ONNX Runtime"),
         (["eval", str(tmp_path / "no.onnx")], "tell by --data"),
+        (["eval", str(whole), "--data", "synthetic:3x8x8:10"], "cannot be tested on synthetic:3x8x8:10, images"),
     ):
         assert main(arguments) == 1, arguments
         told = capsys.readouterr().err
@@ -171,8 +172,11 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["eval", "nowhere"], 1, "nowhere/config.json cannot be read"),
         (["recipes", "cifra10"], 1, "did you mean"),
         (["compare", "digits/digitsnet", "--methods", "bcc"], 1, "did you mean 'digits/digitsnet/binary/bc'"),
+        (["compare", "seed=3"], 1, "say how many by --seeds"),
         (["curves", "nowhere"], 1, "nowhere/config.json"),
         (["summary", "nowhere"], 1, "no recipe 'nowhere'"),
+        (["plots", "--out", "/dev/null/figures"], 1, "/dev/null/figures"),
+        (["train", *TINY, "--quiet", "--results", "/dev/null/results"], 1, "/dev/null/results cannot be read or"),
         (["train", "data=cifar10", "data_root=nowhere"], 1, "cifar-10-batches-bin"),
     ],
 )
@@ -191,7 +195,7 @@ def no_network(*arguments, **options):
 
 
 def test_wrong_flags_are_usage_errors(capsys):
-    for arguments in (["train", "--fast"], ["eval"], ["methods", "lr=1"]):
+    for arguments in (["train", "--fast"], ["eval"], ["methods", "lr=1"], ["compare", "--seeds", "0"]):
         with pytest.raises(SystemExit) as stop:
             main(arguments)
         assert stop.value.code == 2
@@ -234,7 +238,7 @@ def test_every_command_of_the_readme_runs(tmp_path, monkeypatch, pytestconfig, c
     (tmp_path / "mynet.py").write_text(code[1])
     (tmp_path / "results").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as the installed command has it
     commands = readme_commands(root)
     assert len(commands) == 17
     for command in commands:

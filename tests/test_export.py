@@ -114,6 +114,116 @@ def test_everything_that_can_be_exported_is_right(to, tmp_path):
     assert close(in_openvino(path, x), model(x))
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_no_constant_is_written_that_nobody_reads(affine, tmp_path):
+    mq.export(network("digitsnet", affine=affine), tmp_path / "net.onnx", (1, 8, 8))
+    graph = onnx.load(str(tmp_path / "net.onnx")).graph
+    assert {constant.name for constant in graph.initializer} <= {name for node in graph.node for name in node.input}
+
+
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@torch.no_grad()
+def test_a_single_layer_is_a_model_too(to, tmp_path):
+    model, x = on_levels(nn.Conv2d(3, 8, 3)), torch.randn(2, 3, 6, 6)
+    assert close(export_and_run(mq.pack(model), tmp_path, to, x), model(x))
+
+
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@pytest.mark.parametrize(("window", "size"), [((3, 2, 1), 8), ((2, 3, 1), 5)])
+@torch.no_grad()
+def test_pools_that_round_up_end_where_torch_does(window, size, to, tmp_path):
+    x = torch.randn(2, 3, size, size)
+    counting = nn.AvgPool2d(*window, ceil_mode=True)
+    for pool in (
+        nn.MaxPool2d(*window, ceil_mode=True),
+        nn.AvgPool2d(*window, ceil_mode=True, count_include_pad=False),
+        counting,
+    ):
+        model = on_levels(nn.Sequential(nn.Conv2d(3, 8, 1), pool))
+        if to == "openvino" and pool is counting:
+            with pytest.raises(PackError, match="one with count_include_pad=False can"):
+                export_and_run(model, tmp_path, to, x)
+            continue
+        found = export_and_run(model, tmp_path, to, x)
+        assert found.shape == tuple(model(x).shape)
+        assert close(found, model(x))
+
+
+class Named(nn.Module):
+    """A parameter that has a name which the file needs, too."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.fc = name, nn.Linear(12, 8)
+        setattr(self, name, nn.Parameter(torch.ones(8)))
+
+    def forward(self, x):
+        return getattr(self, self.name) * self.fc(x)
+
+
+@pytest.mark.parametrize("name", ["input", "output", "masks"])
+@torch.no_grad()
+def test_parameters_may_have_any_name(name, tmp_path):
+    model, x = on_levels(Named(name)), torch.randn(2, 12)
+    setattr(model, name, nn.Parameter(torch.randn(8)))
+    assert close(export_and_run(model, tmp_path, "onnx", x), model(x))
+
+
+class InPlace(nn.Module):
+    """Statements that change a tensor, and are not assigned to anything."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.relu = nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        x, y, z = self.conv(x), self.conv(x - 1), self.conv(2 * x)
+        self.relu(x)
+        y.relu_()
+        F.relu(z, inplace=True)
+        z.add_(1)
+        return x - y * z
+
+
+def export_and_run(model, tmp_path, to, x):
+    path = tmp_path / {"onnx": "net.onnx", "openvino": "net.xml"}[to]
+    mq.export(model, path, x.shape[1:], to=to)
+    return in_onnx_runtime(path, x) if to == "onnx" else in_openvino(path, x)
+
+
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@torch.no_grad()
+def test_what_is_changed_in_place_stays_changed(to, tmp_path):
+    model, x = on_levels(InPlace()), torch.randn(2, 3, 6, 6)
+    assert close(export_and_run(model, tmp_path, to, x), model(x))
+
+
+class Options(nn.Module):
+    """Arguments in all the ways in which torch takes them."""
+
+    def __init__(self, last=None):
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(3, 8, 3), last
+
+    def forward(self, x):
+        x = self.conv(x)
+        x = torch.clamp(x, None, 4) + x.clamp(min=-3)
+        return self.last(x) if self.last else torch.cat((x, x - 1), axis=1).mean(axis=(2, 3), keepdims=True)
+
+
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@torch.no_grad()
+def test_options_go_by_all_their_names(to, tmp_path):
+    model, x = on_levels(Options()), torch.randn(2, 3, 6, 6)
+    assert close(export_and_run(model, tmp_path, to, x), model(x))
+    with pytest.raises(PackError, match=r"mean .* cannot be exported: it has the option out="):
+        export_and_run(on_levels(Options(lambda x: torch.mean(x, 1, out=x.mean(1)))), tmp_path, to, x)
+    with pytest.raises(PackError, match=r"clamp.* cannot be exported: its ends are tensors"):
+        export_and_run(on_levels(Options(lambda x: x.clamp(max=x.mean()))), tmp_path, to, x)
+    with pytest.raises(PackError, match=r"relu .* cannot be exported with input by name: pass tensors by position"):
+        export_and_run(on_levels(Options(lambda x: torch.relu(input=x))), tmp_path, to, x)
+
+
 def signs(channels):
     layers = [nn.Conv2d(3, channels, 3, padding=1), nn.BatchNorm2d(channels)]
     layers += [BinaryActivation(), nn.Conv2d(channels, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16)]

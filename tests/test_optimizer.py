@@ -135,6 +135,7 @@ def test_ref_is_bit_identical_to_the_bare_optimizer(make):
         lambda p: torch.optim.AdamW(p, lr=0.01),
         lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
         lambda p: torch.optim.Adadelta(p),
+        lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1),
         lambda p: torch.optim.NAdam(p),
     ],
 )
@@ -155,6 +156,14 @@ def test_any_base_optimizer_moves_the_latents_as_it_would_move_weights(make):
         for twin, p in zip(twins, model.parameters(), strict=True):
             assert torch.equal(twin, opt.latent(p))
             torch.testing.assert_close(p.detach(), torch.tanh(opt.beta * twin), rtol=0, atol=2e-7)
+
+
+def test_adagrad_keeps_its_sums_for_latents_of_another_shape():
+    model = small_network()
+    opt = wrap(model, "md-softmax-s", torch.optim.Adagrad)
+    train(model, opt, 2)
+    assert opt.base.state[opt.latent(model[0].weight)]["sum"].shape == (2, *model[0].weight.shape)
+    assert model[0].weight not in opt.base.state
 
 
 def test_several_methods_and_level_sets_side_by_side(tmp_path):
@@ -272,6 +281,16 @@ def test_bfloat16_weights_keep_a_float32_latent_that_small_steps_move():
         w.grad = torch.ones_like(w)
         opt.step()
     torch.testing.assert_close(opt.latent(w), torch.full((3,), 0.999), rtol=0, atol=1e-6)
+
+
+def test_the_weights_device_counts_and_not_the_default_one(method):
+    model = small_network()
+    opt = wrap(model, method, torch.optim.SGD)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with torch.device("meta"):
+        opt.step()
+        opt.finalize()
 
 
 def test_parameters_without_gradients_are_left_where_they_are(method):
@@ -544,6 +563,18 @@ def test_frozen_parameters_given_directly_are_left_alone():
     assert BINARY.holds(layer.weight.detach())
 
 
+def test_a_frozen_parameter_is_not_trained_in_float_later_on():
+    layer = nn.Linear(3, 2)
+    layer.bias.requires_grad_(False)
+    opt = mq.MirrorDescent(torch.optim.Adam(layer.named_parameters()))
+    frozen = layer.bias.clone()
+    layer.bias.requires_grad_(True)
+    layer(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="bias was frozen when the optimizer was built"):
+        opt.step()
+    assert torch.equal(layer.bias, frozen)
+
+
 def test_capture_in_a_cuda_graph_is_refused(monkeypatch):
     model = small_network()
     opt = wrap(model)
@@ -593,6 +624,23 @@ def test_bad_construction_leaves_everything_as_it_was(options, message):
         mq.MirrorDescent(base, **options)
     assert same(weights, snapshot(model))
     assert [list(map(id, g["params"])) for g in base.param_groups] == [list(map(id, ps)) for ps in groups]
+
+
+@pytest.mark.parametrize("method", ["md-tanh-primal", "md-softmax-primal"])
+def test_weights_that_stay_on_their_levels_cannot_decay(method):
+    """Their latents become infinite, and infinity less a part of itself is NaN."""
+    base = torch.optim.SGD(mq.split(small_network()), lr=0.1, weight_decay=0.01)
+    with pytest.raises(ValueError, match=rf"use weight_decay=0, or '{method.removesuffix('-primal')}'"):
+        mq.MirrorDescent(base, method)
+    opt = wrap(small_network(), method)
+    opt.param_groups[1]["weight_decay"] = 0.01
+    with pytest.raises(ValueError, match=r"weight_decay is 0\.01"):
+        opt.step()
+    model = small_network()
+    opt = wrap(model, method, torch.optim.AdamW, lr=0.1, anneal=mq.anneal.geometric(1.5))
+    train(model, opt, 20)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    opt.finalize()
 
 
 def test_a_used_base_optimizer_is_refused():

@@ -371,6 +371,8 @@ class Block(nn.Module):
             return x.view(torch.int32), self.bn1(self.conv1(x))
         if self.style == "alpha":
             return torch.add(y, x, alpha=2).view(x.size(0), -1)
+        if self.style == "view by name":
+            return y.view(size=(x.size(0), -1))
         return F.relu(self.bn2(self.conv2(x)).reshape(x.shape[0], -1))
 
 
@@ -384,6 +386,7 @@ STYLES = [
     "used again",
     "method",
     "alpha",
+    "view by name",
     "reshaped",
 ]
 
@@ -411,6 +414,8 @@ def test_batch_norm_over_another_axis_than_the_rows_is_not_confused():
     packed = mq.pack(model)
     for x in (torch.randn(7, 12), torch.randn(7, 5, 12)):
         torch.testing.assert_close(packed(x), model(x))
+    model, x = on_levels(nn.Sequential(nn.Linear(12, 5), nn.BatchNorm1d(3), nn.ReLU())), torch.randn(7, 3, 12)
+    torch.testing.assert_close(mq.pack(model)(x), model(x))
 
 
 class Optional(nn.Module):
@@ -492,6 +497,29 @@ def test_tied_weights_stay_tied():
     again = mq.unpack(packed)
     assert again.out.weight is again.embedding.weight
     assert same_state(again, model)
+
+
+class Decoder(nn.Module):
+    """A linear layer that shares its weight with the embedding that is built after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.decode, self.embed = nn.Linear(8, 12, bias=False), nn.Embedding(12, 8)
+        self.embed.weight = self.decode.weight
+
+    def forward(self, x):
+        return self.decode(self.embed(x))
+
+
+@torch.no_grad()
+def test_a_weight_shared_with_a_layer_that_is_not_packed_keeps_its_numbers(tmp_path):
+    model, x = on_levels(Decoder()), torch.arange(12)
+    packed = mq.pack(model)
+    assert packed.layers() == ["decode"]
+    assert torch.equal(packed(x), model(x))
+    assert same_state(mq.unpack(packed), model)
+    mq.save(packed, tmp_path / "net.safetensors")
+    assert torch.equal(mq.load(tmp_path / "net.safetensors", Decoder())(x), model(x))
 
 
 @torch.no_grad()

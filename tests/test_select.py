@@ -51,6 +51,7 @@ def test_frozen_parameters_are_left_alone():
         ({"skip": ["conv9"]}, r"pattern \['conv9'\] matches no parameter"),
         ({"only": [nn.Conv3d]}, r"pattern \[Conv3d\] matches no parameter"),
         ({"skip": ["*"]}, "none of 7 parameters is left"),
+        ({"only": [nn.BatchNorm2d]}, "stay in float unless norms=True"),
     ],
 )
 def test_bad_selections_are_refused(arguments, message):

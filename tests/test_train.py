@@ -367,6 +367,14 @@ def test_a_full_disk_ends_with_a_clear_error_and_the_last_good_checkpoint(tmp_pa
         (["lr=fast"], "'fast' is not float"),
         (["affine=maybe"], "'maybe' is not true or false"),
         (["lr=0"], "lr is 0.0, but it must be positive"),
+        (["lr=inf"], "lr is inf, but it must be positive and finite"),
+        (["beta_scale=0.9"], "beta_scale is 0.9, but it must be at least 1"),
+        (["beta_scale=nan"], "beta_scale is nan, but it must be"),
+        (["beta_cap=1e36"], r"beta_cap is 1e\+36, but it must be at most 1e\+35"),
+        (["weight_decay=-1"], "weight_decay is -1.0, but it must be at least 0"),
+        (["width=0"], "width is 0, but it must be at least 1"),
+        (["threads=-1"], "threads is -1, but it must be at least 0"),
+        (["recalibrate=-5"], "recalibrate is -5, but it must be at least 0"),
         (["iterations=0"], "at least 1"),
         (["optimizer=lion"], "one of adam, sgd"),
         (["method=md-tanhs"], "did you mean 'md-tanh-s'"),
@@ -380,16 +388,28 @@ def test_bad_configurations_are_refused(overrides, message):
         Config.from_recipe(DIGITS, overrides)
 
 
+@pytest.mark.parametrize("method", ["ref", "md-tanh-s"])
+def test_what_a_model_has_frozen_is_not_trained(method):
+    """The fast step trains all that the optimizer has."""
+    setting = Config.from_recipe(DIGITS, [f"method={method}"])
+    model = setting.build_model(10, 1)
+    model.conv1.weight.requires_grad_(False)
+    names = [name for group in setting.build_optimizer(model, 1).param_groups for name in group["param_names"]]
+    assert names == ["conv2.weight", "conv3.weight", "fc.weight", "fc.bias"]
+
+
 def test_problems_of_data_model_and_device_are_told_without_a_traceback(tmp_path, capsys):
     for override in (
         "data=cifar99",
         "model=resnet81",
         "model=nomodule:f",
         "device=gpu",
+        "device=cuda:99",
+        "method=md-tanh-primal weight_decay=0.1",
         "batch_size=5000",
         "skip=nothing",
     ):
-        code = main(["train", DIGITS, override, "--out", str(tmp_path / override), "--quiet"])
+        code = main(["train", DIGITS, *override.split(), "--out", str(tmp_path / override), "--quiet"])
         told = capsys.readouterr().err
         assert code == 1, told
         assert told.startswith("mirrorquant: ")

@@ -33,6 +33,7 @@ from mirrorquant.data import load
 from mirrorquant.packing import PackError, kernels
 from mirrorquant.train import checkpoint, plots, recipes
 from mirrorquant.train.config import Config, ConfigError
+from mirrorquant.train.fast import first_line
 from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, layers
 from mirrorquant.train.tables import (
     FREE_KEYS,
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if changes and not hasattr(options, "changes"):
         parser.error(f"{given[0]} takes no key=value, but there is {changes[0]!r}")
     options.overrides = changes
+    if "" not in sys.path:
+        sys.path.append("")  # a model of one's own lies in the current folder
     try:
         options.run(options)
     except Interrupted as stop:
@@ -79,6 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except (*USER_ERRORS, recipes.RecipeError, plots.PlotError, TableError, PackError) as error:
         print(f"mirrorquant: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"mirrorquant: {error.filename} cannot be read or written ({error.strerror})", file=sys.stderr)
         return 1
     return 0
 
@@ -113,6 +119,8 @@ def train(options: argparse.Namespace) -> None:
 
 def compare(options: argparse.Namespace) -> None:
     """Trains several methods on one task."""
+    if any(text.startswith("seed=") for text in options.overrides):
+        raise ConfigError("compare trains with the seeds 0, 1, ...: say how many by --seeds, not which by seed=")
     folder = options.out or Path("runs") / ("compare-" + options.task.replace("/", "-"))
     rows, folders = [], []
     for method in options.methods.split(","):
@@ -182,7 +190,11 @@ def _evaluate_file(options: argparse.Namespace) -> None:
         model, how = OnnxModel(path), "run by ONNX Runtime"
     data = load(name, options.data_root)
     result: dict[str, Any] = {"file": str(path), "split": options.split, "bytes": path.stat().st_size}
-    result["accuracy"], result["loss"] = accuracy(model, getattr(data, options.split), data)
+    try:
+        result["accuracy"], result["loss"] = accuracy(model, getattr(data, options.split), data)
+    except Exception as error:
+        size = "x".join(map(str, data.shape))
+        raise PackError(f"{path} cannot be tested on {name}, images of {size}: {first_line(error)}") from error
     if options.json:
         print(json.dumps(result))
         return
@@ -468,7 +480,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub.add_argument("task", nargs="?", default="digits/digitsnet", help="data set and model of the recipes")
     sub.add_argument("--methods", default="ref,bc,md-tanh-s", help="as in the recipes' names, with commas in between")
     sub.add_argument("--levels", default="binary", choices=["binary", "ternary"])
-    sub.add_argument("--seeds", type=int, default=1, help="how many seeds of each")
+    sub.add_argument("--seeds", type=_count, default=1, help="how many seeds of each")
     sub.add_argument("--out", type=Path, help="the folder; below runs/ unless told")
     _common(sub)
     sub = command("eval", evaluate, "the best rounded network of a run", "mirrorquant eval runs/NAME --split val")
@@ -511,6 +523,12 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     )
     command("kernels", show_kernels, "which kernels run packed networks here", "mirrorquant kernels")
     return parser, list(commands.choices)
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
 
 
 def _shape(text: str) -> list[int]:

@@ -54,6 +54,7 @@ class Method:
     levels: Levels = BINARY
     name: ClassVar[str] = ""
     lowest_beta: ClassVar[float] = 1.0
+    can_decay: ClassVar[bool] = True
     registry: ClassVar[dict[str, type[Method]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -181,7 +182,7 @@ class MDTanhS(MD):
         """weight = tanh(β w̃); in float32 on a CPU as 2σ(2β w̃) − 1 in place, 3 times faster and to 2e-7 absolute."""
         if isinstance(self.mirror, Tanh) and in_place(weight):
             torch.mul(latent, 2 * beta, out=weight).sigmoid_()
-            torch.sub(torch.tensor(-1.0), weight, alpha=-2, out=weight)
+            torch.sub(torch.tensor(-1.0, device=weight.device), weight, alpha=-2, out=weight)
         else:
             super().write(weight, latent, beta)
 
@@ -243,6 +244,7 @@ class MDTanhPrimal(MDTanh):
     """
 
     name = "md-tanh-primal"
+    can_decay = False  # a latent that has reached its level is infinite
 
     def settle(self, latent: Tensor, beta: Beta, lr: Beta) -> Tensor:
         """v = P_1⁻¹(w) of the rounded w = P_1(v), which is infinite where w is a level."""
@@ -311,7 +313,7 @@ class MDSoftmaxS(MD):
         if len(self.levels) == 2 and in_place(weight):
             low, high = self.levels
             torch.sub(latent[1], latent[0], out=weight).mul_(beta).sigmoid_()
-            torch.add(torch.tensor(low), weight, alpha=high - low, out=weight)
+            torch.add(torch.tensor(low, device=weight.device), weight, alpha=high - low, out=weight)
         else:
             weight.copy_(self.project(latent, beta))
 
@@ -380,6 +382,7 @@ class MDSoftmaxPrimal(MDSoftmax):
     """MD-softmax that keeps the primal point in its own precision: a level whose probability is 0 stays out."""
 
     name = "md-softmax-primal"
+    can_decay = False  # a latent that has reached its level is infinite
 
     def settle(self, latent: Lifted, beta: Beta, lr: Beta) -> Lifted:
         """log u of the rounded u = softmax(v), which is −∞ where a probability has underflown to 0."""

@@ -86,7 +86,7 @@ class MirrorDescent(Optimizer):
     ) -> None:
         if not isinstance(base, Optimizer) or isinstance(base, MirrorDescent):
             raise TypeError(f"base is a {type(base).__name__}, but it must be a plain torch optimizer")
-        if base.state:
+        if any(float(state.get("step", 1)) for state in base.state.values()):
             raise ValueError(
                 f"the base {type(base).__name__} already has state for {len(base.state)} parameters, which belongs "
                 "to the weights and not to the latents: wrap a fresh optimizer"
@@ -106,6 +106,9 @@ class MirrorDescent(Optimizer):
             theirs["params"][:] = self._moved(ours)  # in place: LBFGS keeps the list
             for key in (*_OURS, "levels"):
                 theirs.pop(key, None)
+        if base.state:  # Adagrad's begins with the optimizer: that of the latents
+            base.state.clear()
+            base.state.update(type(base)([dict(group) for group in base.param_groups], **base.defaults).state)
         self._constructed = True
         self._write(rounded=False)
 
@@ -123,6 +126,7 @@ class MirrorDescent(Optimizer):
         if self.finalized and not isinstance(method, REF):
             raise RuntimeError(f"the optimizer is finalized: a new group can only be 'ref', not {method}")
         group["beta"] = _beta(group.get("anneal", self.defaults["anneal"]), method, self.steps)
+        self._refuse_decay({**self.defaults, **group})
         super().add_param_group(group)
         try:
             learnt = [p for p in group["params"] if p.requires_grad and not isinstance(method, REF)]
@@ -274,6 +278,9 @@ class MirrorDescent(Optimizer):
                 "and backward pass and step outside, or train with mirrorquant.train, whose fast step brings beta along"
             )
         betas = [_beta(group["anneal"], group["method"], self.steps + 1) for group in self.param_groups]
+        for index, group in enumerate(self.param_groups):
+            self._refuse_decay(group)
+            self._refuse_thawed(index)
         for ours, theirs in zip(self.param_groups, self.base.param_groups, strict=True):
             theirs.update({k: v for k, v in ours.items() if k in theirs and k not in (*_OURS, "params")})
             scale = ours["method"].step_scale(ours["beta"])
@@ -291,6 +298,26 @@ class MirrorDescent(Optimizer):
             group["beta"].fill_(beta)
         else:
             group["beta"] = torch.full((), beta, device=group["params"][0].device)
+
+    def _refuse_decay(self, group: dict[str, Any]) -> None:
+        """Weight decay that goes by the gradient makes NaN of a latent that is infinite; AdamW's leaves it as it is."""
+        method: Method = group["method"]
+        apart = group.get("decoupled_weight_decay") or isinstance(self.base, torch.optim.AdamW)
+        if group.get("weight_decay") and not apart and not method.can_decay:
+            raise ValueError(
+                f"weight_decay is {group['weight_decay']:g}, but {type(method).__name__} keeps a weight on its level, "
+                f"where nothing decays: use weight_decay=0, or {method.name.removesuffix('-primal')!r}"
+            )
+
+    def _refuse_thawed(self, index: int) -> None:
+        """A parameter without a latent would be trained in float, among quantized ones."""
+        group = self.param_groups[index]
+        for name, p in zip(self._names(index), group["params"], strict=True):
+            if p.grad is not None and p not in self.state and not isinstance(group["method"], REF):
+                raise RuntimeError(
+                    f"{name} was frozen when the optimizer was built, so it has no latent, but now it has a gradient: "
+                    "build the optimizer first and freeze after, or build another one"
+                )
 
     def _refuse_bad_gradients(self) -> None:
         if torch.compiler.is_compiling():

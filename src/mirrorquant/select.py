@@ -61,7 +61,8 @@ def split(
     floats = [(all_names[0], p) for p, all_names in names.items() if p not in chosen]
     if not quantized:
         told = f"skip={_show(skip)}" + ("" if only is None else f" and only={_show(only)}")
-        raise ValueError(f"{told}: none of {len(names)} parameters is left to quantize")
+        hint = "" if norms else "; those of normalization layers stay in float unless norms=True"
+        raise ValueError(f"{told}: none of {len(names)} parameters is left to quantize{hint}")
     return ([{"params": floats, "method": "ref"}] if floats else []) + [{"params": quantized}]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from mirrorquant.nn import BinaryActivation
 from mirrorquant.packing.bits import PackedTensor, PackError
 from mirrorquant.packing.layers import pads
-from mirrorquant.packing.model import Entry, PackedModel, entries_of, skeleton, state, trace
+from mirrorquant.packing.model import Entry, PackedModel, entries_of, in_place, skeleton, state, trace
 
 __all__ = ["Window", "Writer", "export"]
 
@@ -150,14 +150,15 @@ class _Reader:
     """Reads a traced network, and has it written."""
 
     def __init__(self, plain: nn.Module, entries: dict[str, Entry], shape: tuple[int, ...], writer: Writer) -> None:
-        self.plain, self.entries, self.writer, self.shape = plain, entries, writer, shape
+        self.entries, self.writer, self.shape = entries, writer, shape
         self.names = {id(tensor): name for name, tensor in state(plain)}
+        self.plain = nn.Sequential(plain).eval() if type(plain) in _MODULES else plain  # a layer is a node of a model
         try:
-            self.graph = trace(plain)
+            self.graph = trace(self.plain)
             inputs = [node.name for node in self.graph.nodes if node.op == "placeholder"]
             if len(inputs) > 1:
                 raise PackError(f"it takes {', '.join(inputs)}, but only one input can be exported")
-            module = fx.GraphModule(plain, self.graph)
+            module = fx.GraphModule(self.plain, self.graph)
             runs = [_Shapes(module) for _ in _BATCHES]
             for run, batch in zip(runs, _BATCHES, strict=True):
                 run.run(torch.empty(batch, *shape, device="meta"))
@@ -181,6 +182,8 @@ class _Reader:
                 self.writer.output(self.values[result])
             elif node in self.shapes:  # all else are sizes, which the shapes know already
                 self.values[node] = self._value(node)
+                if in_place(self.plain, node):  # whoever reads its input from here on reads what became of it
+                    self.values[node.args[0]] = self.values[node]
 
     def _value(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
@@ -206,6 +209,8 @@ class _Reader:
     # What the nodes refer to.
 
     def _input(self, node: fx.Node, place: int = 0) -> Any:
+        if place >= len(node.args):
+            raise self._unknown(node, f" with {', '.join(node.kwargs)} by name: pass tensors by position")
         return self._operand(node, node.args[place])
 
     def _operand(self, node: fx.Node, value: Any) -> Any:
@@ -230,9 +235,13 @@ class _Reader:
         return self.writer.tensor(path, tensor)
 
     def _bind(self, node: fx.Node, **defaults: Any) -> dict[str, Any]:
-        """The arguments after the first one, by name."""
+        """The arguments after the first one, by name; what they do not provide for is refused."""
         given = dict(zip(defaults, node.args[1:], strict=False))
-        return {**defaults, **given, **{k: v for k, v in node.kwargs.items() if k in defaults}}
+        named = {_NAMES.get(key, key): value for key, value in node.kwargs.items() if key not in _NO_MATTER}
+        odd = [key for key, value in named.items() if key not in defaults and value not in (None, False)]
+        if odd:
+            raise self._unknown(node, f": it has the option {odd[0]}={named[odd[0]]}")
+        return {**defaults, **given, **{key: value for key, value in named.items() if key in defaults}}
 
     # Modules.
 
@@ -265,10 +274,13 @@ class _Reader:
         if layer.running_mean is None or layer.running_var is None:
             raise self._unknown(node, ": it has no running statistics")
         count = layer.num_features
-        given = [self._tensor(t) for t in (layer.weight, layer.bias, layer.running_mean, layer.running_var)]
-        plain = [self.writer.tensor(f"{text}.{count}", make(count)) for text, make in _AFFINE.items()]
-        scale, shift = (plain[k] if given[k] is None else given[k] for k in (0, 1))
-        return self.writer.norm(self._input(node), [scale, shift, *given[2:]], layer.eps)
+        affine = [(layer.weight, "ones", torch.ones), (layer.bias, "zeros", torch.zeros)]
+        tensors = [
+            self.writer.tensor(f"/{name}.{count}", make(count)) if tensor is None else self._tensor(tensor)
+            for tensor, name, make in affine
+        ]
+        tensors += [self._tensor(layer.running_mean), self._tensor(layer.running_var)]
+        return self.writer.norm(self._input(node), tensors, layer.eps)
 
     def _same(self, layer: nn.Module, node: fx.Node) -> Any:
         return self._input(node)
@@ -373,8 +385,11 @@ class _Reader:
         return method
 
     def _clip(self, node: fx.Node) -> Any:
-        options = self._bind(node, min=-math.inf, max=math.inf)
-        return self.writer.clip(self._input(node), float(options["min"]), float(options["max"]))
+        low, high = self._bind(node, min=None, max=None).values()
+        if isinstance(low, fx.Node) or isinstance(high, fx.Node):
+            raise self._unknown(node, ": its ends are tensors")
+        ends = (-math.inf if low is None else float(low), math.inf if high is None else float(high))
+        return self.writer.clip(self._input(node), *ends)
 
     def _hardtanh_function(self, node: fx.Node) -> Any:
         options = self._bind(node, min_val=-1.0, max_val=1.0)
@@ -393,7 +408,8 @@ class _Reader:
 
 
 _TORCH = ("torch", "_operator", "operator")
-_AFFINE = {"ones": torch.ones, "zeros": torch.zeros}
+_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # as numpy calls them, which torch takes too
+_NO_MATTER = ("inplace", "dtype")
 
 
 def _pair(value: Any) -> tuple[int, int]:

@@ -270,8 +270,10 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
                 layers[path] = PackedLinear.of(module, weight, bias, int8=int8)
             elif isinstance(module, nn.Conv2d):
                 layers[path] = PackedConv2d.of(module, weight, bias)
+    kept = [module for path, module in plain.named_modules() if path not in layers]
+    used = {names.get(id(parameter)) for module in kept for parameter in module.parameters(recurse=False)}
     for name, entry in entries.items():
-        if isinstance(entry, PackedTensor) and name.rpartition(".")[0] not in layers:
+        if isinstance(entry, PackedTensor) and name in used:  # also by a module that shares it with a packed layer
             tensors[name] = entry.unpack()
     network = _with_layers(plain, tensors, layers).eval()
     return PackedModel(network, plain, _trace(network) if fuse else None)
@@ -338,8 +340,11 @@ def _trace(network: nn.Module) -> fx.Graph | None:
 def _fuse(network: nn.Module, graph: fx.Graph) -> None:
     """Lets each packed layer do what surrounds it: sign -> layer -> batch norm -> addition -> ReLU."""
     for node in graph.nodes:
-        if node.op == "call_method" and node.target == "view" and not isinstance(node.args[1], torch.dtype):
-            node.target = "reshape"  # in channels_last the dimensions of a view may not lie as they did
+        if node.op == "call_method" and node.target == "view":
+            size = node.args[1:] or (node.kwargs.get("size"),)
+            if size[0] is not None and not isinstance(size[0], torch.dtype):
+                # In channels_last the dimensions of a view may not lie as they did.
+                node.target, node.args, node.kwargs = "reshape", (node.args[0], *size), {}
     called = [node.target for node in graph.nodes if node.op == "call_module"]
     for node in list(graph.nodes):
         layer = _module(network, node)
@@ -351,7 +356,7 @@ def _fuse(network: nn.Module, graph: fx.Graph) -> None:
         last = node
         follower = _only_user(last)
         norm = _module(network, follower)
-        if isinstance(norm, _NORMS[type(layer)]) and _folds(norm) and called.count(follower.target) == 1:
+        if isinstance(norm, _NORMS[type(layer)]) and _folds(norm, layer) and called.count(follower.target) == 1:
             layer.fold(norm)
             last, follower = follower, _only_user(follower)
         residual = _added(last, follower)
@@ -388,8 +393,8 @@ def _only_user(node: fx.Node) -> Any:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _folds(norm: nn.BatchNorm1d | nn.BatchNorm2d) -> bool:
-    known = type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d)
+def _folds(norm: nn.BatchNorm1d | nn.BatchNorm2d, layer: PackedConv2d | PackedLinear) -> bool:
+    known = type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d) and norm.num_features == layer.weight_bits.shape[0]
     return known and norm.running_mean is not None and norm.running_var is not None and not _hooked(norm)
 
 
@@ -411,13 +416,15 @@ def _added(node: fx.Node, follower: Any) -> fx.Node | None:
 def _changes_between(network: nn.Module, graph: fx.Graph, start: fx.Node, end: fx.Node) -> bool:
     """Whether a tensor may be changed in place between two nodes, so that the first cannot be moved to the second."""
     nodes = list(graph.nodes)
-    for node in nodes[nodes.index(start) + 1 : nodes.index(end)]:
-        module, name = _module(network, node), str(getattr(node.target, "__name__", node.target))
-        if getattr(module, "inplace", False) or node.kwargs.get("inplace") or node.kwargs.get("out") is not None:
-            return True
-        if node.op != "call_module" and ((name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE):
-            return True
-    return False
+    return any(in_place(network, node) for node in nodes[nodes.index(start) + 1 : nodes.index(end)])
+
+
+def in_place(network: nn.Module, node: fx.Node) -> bool:
+    """Whether a node changes a tensor that it was given."""
+    module, name = _module(network, node), str(getattr(node.target, "__name__", node.target))
+    if getattr(module, "inplace", False) or node.kwargs.get("inplace") or node.kwargs.get("out") is not None:
+        return True
+    return node.op != "call_module" and ((name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE)
 
 
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")

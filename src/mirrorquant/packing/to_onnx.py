@@ -30,7 +30,7 @@ _BINARY = {"add": "Add", "sub": "Sub", "mul": "Mul", "div": "Div"}
 
 
 class OnnxWriter:
-    """Builds an ONNX graph; a value is a name."""
+    """Builds an ONNX graph; a value is a name. Those that do not come from the model begin with a slash."""
 
     def __init__(self, bits: bool) -> None:
         self.bits = bits
@@ -43,6 +43,7 @@ class OnnxWriter:
     # Constants.
 
     def tensor(self, name: str, entry: Entry) -> str:
+        name = f"{name}." if name in ("input", "output") else name  # which are the graph's own
         if isinstance(entry, PackedTensor) and self.bits:
             if name not in self.unpacked:  # a tied one is unpacked once
                 self.unpacked[name] = self._unpacked(name, entry)
@@ -51,7 +52,7 @@ class OnnxWriter:
         return self._constant(name, value.detach().float().cpu())
 
     def number(self, value: float) -> str:
-        return self._constant(f"number.{value!r}", torch.tensor(value))
+        return self._constant(f"/number.{value!r}", torch.tensor(value))
 
     def _constant(self, name: str, value: Tensor) -> str:
         if name not in self.initializers:
@@ -59,16 +60,16 @@ class OnnxWriter:
         return name
 
     def _integers(self, values: Sequence[int]) -> str:
-        return self._constant("sizes." + ".".join(map(str, values)), torch.tensor(list(values), dtype=torch.int64))
+        return self._constant("/sizes." + ".".join(map(str, values)), torch.tensor(list(values), dtype=torch.int64))
 
     def _index(self, value: int) -> str:
-        return self._constant(f"index.{value}", torch.tensor(value, dtype=torch.int32))
+        return self._constant(f"/index.{value}", torch.tensor(value, dtype=torch.int32))
 
     def _unpacked(self, name: str, entry: PackedTensor) -> str:
         """Each bit of each byte by a mask; the bit chooses between two levels, or several make the level's number."""
         rows, row = layout(entry.shape)
         planes, levels = entry.planes.cpu(), entry.levels
-        masks = self._constant("masks", torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8))
+        masks = self._constant("/masks", torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8))
         value = ""
         for place, plane in enumerate(planes):
             packed = self._constant(f"{name}.plane{place}", plane[:, :, None])
@@ -83,7 +84,7 @@ class OnnxWriter:
             part = self._node("Where", [bit, self._index(1 << place), self._index(0)])
             value = self._node("Add", [value, part]) if value else part
         if len(planes) > 1:
-            table = self._constant("levels." + ".".join(map(str, levels)), torch.tensor(tuple(levels)))
+            table = self._constant("/levels." + ".".join(map(str, levels)), torch.tensor(tuple(levels)))
             value = self._node("Gather", [table, value])
         if entry.scale is not None:
             scale = entry.scale.float().cpu().reshape(-1, *[1] * (len(entry.shape) - 1))
@@ -93,7 +94,7 @@ class OnnxWriter:
     # Operators.
 
     def _node(self, kind: str, inputs: Sequence[str], **attributes: Any) -> str:
-        name = f"{kind}.{len(self.nodes)}"
+        name = f"/{kind}.{len(self.nodes)}"
         self.nodes.append(helper.make_node(kind, list(inputs), [name], **attributes))
         return name
 

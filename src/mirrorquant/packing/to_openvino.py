@@ -18,7 +18,7 @@ try:
     import numpy as np
     import openvino as ov
     from openvino import opset1
-    from openvino import opset13 as ops
+    from openvino import opset14 as ops
 except ImportError as error:
     raise PackError("OpenVINO files need the package openvino: pip install 'mirrorquant[openvino]'") from error
 
@@ -109,10 +109,15 @@ class OpenVinoWriter:
 
     def pool(self, x: Any, kind: str, window: Window, ceil: bool, count_padding: bool) -> Any:
         strides, begin, end, dilations = _window(window)
-        rounding = "ceil" if ceil else "floor"
+        rounding = "ceil_torch" if ceil else "floor"
         if kind == "max":
             pooled = ops.max_pool(x, strides, dilations, begin, end, list(window.kernel), rounding)
             return pooled.output(0)
+        if ceil and count_padding and any((*begin, *end)):  # the CPU plugin counts what lies beyond the padding, too
+            raise PackError(
+                "an average pool with ceil_mode that counts its padding cannot be exported to OpenVINO, "
+                "one with count_include_pad=False can"
+            )
         return ops.avg_pool(x, strides, begin, end, list(window.kernel), not count_padding, rounding)
 
     def pad(self, x: Any, sides: Sequence[int], mode: str) -> Any:

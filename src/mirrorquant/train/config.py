@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -24,6 +25,13 @@ from mirrorquant.train import recipes
 __all__ = ["Config", "ConfigError"]
 
 
+_RANGES = (
+    (("lr_interval", "beta_interval", "iterations", "batch_size", "eval_every", "log_every"), 1, math.inf),
+    (("width", "stem_stride"), 1, math.inf),
+    (("beta_scale", "beta_cap"), 1, 1e35),
+    (("histogram_every", "checkpoint_every", "recalibrate", "threads"), 0, math.inf),
+    (("momentum", "weight_decay", "pq_rate"), 0, math.inf),
+)
 _REMEDY = "a run's configuration cannot be edited: start a new run with key=value overrides"
 
 
@@ -85,12 +93,14 @@ class Config:
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("lr_interval", "beta_interval", "iterations", "batch_size", "eval_every", "log_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, but it must be at least 1")
-        for name in ("lr", "lr_scale", "beta_cap"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}, but it must be positive")
+        for names, least, most in _RANGES:
+            for name in names:
+                if not least <= getattr(self, name) <= most:
+                    limit = f"at least {least:g}" if getattr(self, name) < least else f"at most {most:g}"
+                    raise ConfigError(f"{name} is {getattr(self, name)}, but it must be {limit}")
+        for name in ("lr", "lr_scale"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}, but it must be positive and finite")
         choices = {"engine": ("auto", "eager", "graph"), "precision": ("auto", "float32", "bfloat16")}
         for name, known in (("optimizer", ("adam", "sgd")), *choices.items()):
             if getattr(self, name) not in known:
@@ -138,9 +148,8 @@ class Config:
     def build_optimizer(self, model: nn.Module, batches_per_epoch: int) -> MirrorDescent:
         """The base optimizer of the recipe, wrapped."""
         try:
-            groups = (
-                [{"params": list(model.named_parameters())}] if self.method == "ref" else split(model, skip=self.skip)
-            )
+            learnt = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+            groups = [{"params": learnt}] if self.method == "ref" else split(model, skip=self.skip)
         except ValueError as error:
             raise ConfigError(f"skip is {','.join(self.skip)}: {error}") from error
         base: torch.optim.Optimizer
@@ -151,7 +160,10 @@ class Config:
         schedule: anneal.Schedule = anneal.geometric(self.beta_scale, every=self.beta_interval, cap=self.beta_cap)
         if self.method == "pq":
             schedule = anneal.linear(self.pq_rate, every=batches_per_epoch, start=0.0)
-        return MirrorDescent(base, method=self.build_method(), anneal=schedule)
+        try:
+            return MirrorDescent(base, method=self.build_method(), anneal=schedule)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
     def lr_at(self, step: int) -> float:
         """The learning rate of iteration ``step``: scaled every ``lr_interval`` iterations."""
@@ -163,9 +175,12 @@ class Config:
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            return torch.device(self.device)
+            device = torch.device(self.device)
         except RuntimeError as error:
             raise ConfigError(f"device is {self.device!r}, but it must be auto, cpu, cuda or cuda:N") from error
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"device is {self.device!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
+        return device
 
     @property
     def fast(self) -> bool:
