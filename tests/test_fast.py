@@ -151,7 +151,7 @@ def test_what_the_fast_step_cannot_serve_is_trained_plainly_and_said(tmp_path, c
 
 
 def test_weight_decay_of_a_primal_form_is_left_to_the_plain_engine(tmp_path):
-    run = Run(config("weight_decay=0.01", method="md-tanh-primal"), tmp_path / "run", quiet=True)
+    run = Run(config("weight_decay=0.01", method="md-tanh"), tmp_path / "run", quiet=True)
     with pytest.raises(Unsupported, match="weight decay by beta"):
         step_of(run)
 
