@@ -69,6 +69,36 @@ def test_compare_makes_one_table_and_one_plot(tmp_path, capsys):
     assert "(n = 2)" in (results / "README.md").read_text()
 
 
+def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
+    command = ["compare", *TINY, "--quiet", "--json", "--out", str(tmp_path / "all"), "--methods"]
+    assert main([*command, "bc"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert main([*command, "bc"]) == 1
+    assert "continue it with --resume" in capsys.readouterr().err
+    assert main([*command, "bc,md-tanh-s", "--resume"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in rows] == ["bc", "md-tanh-s"]
+    assert rows[0]["test"] == first[0]["test"]
+    assert main([*command, "bc", "--resume", "lr=0.5"]) == 1
+    assert "another configuration" in capsys.readouterr().err
+    assert main([*command, "bc,bc"]) == 1
+    assert "names a method twice" in capsys.readouterr().err
+
+
+def test_the_file_of_a_runs_network_stands_for_the_run(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["train", *TINY, "--quiet", "--out", str(run)]) == 0
+    capsys.readouterr()
+    for command in ("eval", "summary"):
+        told = []
+        for path in (run, run / "best.mq"):
+            assert main([command, str(path)]) == 0
+            told.append(capsys.readouterr().out)
+        assert told[0] == told[1]
+    assert main(["train", "--resume", str(run), "--out", str(tmp_path / "other")]) == 1
+    assert "--out" in capsys.readouterr().err
+
+
 def test_json_is_for_programs(tmp_path, capsys):
     assert main(["train", *TINY, "--out", str(tmp_path / "run"), "--quiet", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["config"]["iterations"] == 6

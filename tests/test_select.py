@@ -36,6 +36,15 @@ def test_tied_parameters_go_by_all_their_names():
     assert names(quantized) == ["hidden.weight", "hidden.bias"]
 
 
+def test_a_parametrized_weight_is_refused_unless_skipped():
+    model = nn.Sequential(nn.Linear(3, 4), torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)))
+    with pytest.raises(ValueError, match=r"1\.parametrizations\.weight\.original0 .*\.remove_parametrizations"):
+        mq.split(model)
+    floats, quantized = mq.split(model, skip=["1"])
+    assert names(quantized) == ["0.weight", "0.bias"]
+    assert len(names(floats)) == 3
+
+
 def test_frozen_parameters_are_left_alone():
     model = small_network()
     model[0].weight.requires_grad_(False)

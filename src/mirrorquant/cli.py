@@ -95,8 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train(options: argparse.Namespace) -> None:
     """Trains a recipe, or goes on with a run."""
     if options.resume:
-        if options.recipe or options.overrides:
-            raise ConfigError("--resume goes on with a run as it was: a recipe or key=value cannot be given with it")
+        if options.recipe or options.overrides or options.out:
+            raise ConfigError(
+                "--resume goes on with a run as it was: recipe, key=value and --out cannot be given with it"
+            )
         run = Run.resume(options.resume, quiet=options.quiet)
     else:
         config = Config.from_recipe(options.recipe or DEFAULT, options.overrides)
@@ -123,11 +125,14 @@ def compare(options: argparse.Namespace) -> None:
         raise ConfigError("compare trains with the seeds 0, 1, ...: say how many by --seeds, not which by seed=")
     folder = options.out or Path("runs") / ("compare-" + options.task.replace("/", "-"))
     rows, folders = [], []
-    for method in options.methods.split(","):
+    chosen = options.methods.split(",")
+    if len(set(chosen)) < len(chosen):
+        raise ConfigError(f"--methods is {options.methods}, which names a method twice")
+    for method in chosen:
         name = f"{options.task}/ref" if method == "ref" else f"{options.task}/{options.levels}/{method}"
         for seed in range(options.seeds):
             config = Config.from_recipe(name, [*options.overrides, f"seed={seed}"])
-            run = Run(config, folder / f"{method}-seed{seed}", quiet=options.quiet)
+            run = _begun(config, folder / f"{method}-seed{seed}", options)
             summary = run.train()
             if options.results:
                 _keep(summary, options.results)
@@ -145,6 +150,15 @@ def compare(options: argparse.Namespace) -> None:
     print(
         "  mirrorquant train DATA/MODEL/... model=mymodule:myfunction data=folder:PATH     a model and images of yours"
     )
+
+
+def _begun(config: Config, folder: Path, options: argparse.Namespace) -> Run:
+    """A run of a comparison: a new one, or with --resume the one that stands in its folder, ended or not."""
+    if not options.resume or not (folder / "config.json").exists():
+        return Run(config, folder, quiet=options.quiet)
+    if Config.load(folder / "config.json").text() != config.text():
+        raise ConfigError(f"{folder} holds a run of another configuration: give the same key=value, or another --out")
+    return Run.resume(folder, quiet=options.quiet)
 
 
 def evaluate(options: argparse.Namespace) -> None:
@@ -296,7 +310,7 @@ def summary(options: argparse.Namespace) -> None:
     """Counts per bit width, memory, and the float equivalent, of a run, a recipe or a packed file."""
     if options.what.suffix == PACKED:
         return _summary_of_file(options)
-    if options.what.is_dir():
+    if options.what.is_dir() or options.what.name == "best.mq":
         rows = _summary_of(options.what)["layers"]
     else:
         config = Config.from_recipe(str(options.what))
@@ -318,6 +332,7 @@ def summary(options: argparse.Namespace) -> None:
 
 
 def _summary_of(folder: Path) -> dict[str, Any]:
+    folder = folder.parent if folder.name == "best.mq" else folder
     Config.load(folder / "config.json")
     try:
         content: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -383,6 +398,7 @@ def _keep(summary: dict[str, Any], results: Path) -> None:
 
 
 def _best(folder: Path) -> tuple[Config, dict[str, Any]]:
+    folder = folder.parent if folder.name == "best.mq" else folder
     config = Config.load(folder / "config.json")
     state = checkpoint.load(folder / "best.mq")
     if state.get("config") != config.text():
@@ -482,6 +498,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub.add_argument("--levels", default="binary", choices=["binary", "ternary"])
     sub.add_argument("--seeds", type=_count, default=1, help="how many seeds of each")
     sub.add_argument("--out", type=Path, help="the folder; below runs/ unless told")
+    sub.add_argument("--resume", action="store_true", help="go on with what is in the folder")
     _common(sub)
     sub = command("eval", evaluate, "the best rounded network of a run", "mirrorquant eval runs/NAME --split val")
     sub.add_argument("folder", type=Path, metavar="RUN-OR-FILE", help=f"a run, a packed *{PACKED}, or an *.onnx file")

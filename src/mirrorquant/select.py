@@ -63,6 +63,12 @@ def split(
         told = f"skip={_show(skip)}" + ("" if only is None else f" and only={_show(only)}")
         hint = "" if norms else "; those of normalization layers stay in float unless norms=True"
         raise ValueError(f"{told}: none of {len(names)} parameters is left to quantize{hint}")
+    for name, _ in quantized:
+        if "parametrizations" in name.split("."):
+            raise ValueError(
+                f"{name} belongs to a parametrization, so that its layer's weight would not be on levels if it were: "
+                "apply torch.nn.utils.parametrize.remove_parametrizations first, or skip the layer"
+            )
     return ([{"params": floats, "method": "ref"}] if floats else []) + [{"params": quantized}]
 
 
