@@ -310,7 +310,7 @@ def summary(options: argparse.Namespace) -> None:
     """Counts per bit width, memory, and the float equivalent, of a run, a recipe or a packed file."""
     if options.what.suffix == PACKED:
         return _summary_of_file(options)
-    if options.what.is_dir() or options.what.name == "best.mq":
+    if options.what.is_dir():
         rows = _summary_of(options.what)["layers"]
     else:
         config = Config.from_recipe(str(options.what))
@@ -332,7 +332,6 @@ def summary(options: argparse.Namespace) -> None:
 
 
 def _summary_of(folder: Path) -> dict[str, Any]:
-    folder = folder.parent if folder.name == "best.mq" else folder
     Config.load(folder / "config.json")
     try:
         content: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -345,10 +344,7 @@ def table(options: argparse.Namespace) -> None:
     """Rebuilds the paper's tables from the results."""
     text = results_table(options.results)
     if options.readme:
-        try:
-            old = options.readme.read_text(encoding="utf-8")
-        except OSError as error:
-            raise TableError(f"{options.readme} cannot be read ({error.strerror})") from error
+        old = options.readme.read_text(encoding="utf-8")
         options.readme.write_text(with_results(old, text), encoding="utf-8")
         print(f"wrote the results into {options.readme}")
     if options.write:
@@ -398,7 +394,6 @@ def _keep(summary: dict[str, Any], results: Path) -> None:
 
 
 def _best(folder: Path) -> tuple[Config, dict[str, Any]]:
-    folder = folder.parent if folder.name == "best.mq" else folder
     config = Config.load(folder / "config.json")
     state = checkpoint.load(folder / "best.mq")
     if state.get("config") != config.text():
@@ -501,7 +496,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub.add_argument("--resume", action="store_true", help="go on with what is in the folder")
     _common(sub)
     sub = command("eval", evaluate, "the best rounded network of a run", "mirrorquant eval runs/NAME --split val")
-    sub.add_argument("folder", type=Path, metavar="RUN-OR-FILE", help=f"a run, a packed *{PACKED}, or an *.onnx file")
+    sub.add_argument("folder", type=_run, metavar="RUN-OR-FILE", help=f"a run, a packed *{PACKED}, or an *.onnx file")
     sub.add_argument("--split", default="test", choices=["train", "val", "test"])
     sub.add_argument("--data", help="of a file: the data set, unless the file tells")
     sub.add_argument("--data-root", default="data", help="of a file: where data sets are")
@@ -515,7 +510,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub = command("methods", show_methods, "list the methods", "mirrorquant methods")
     sub.add_argument("--json", action="store_true", help="print JSON")
     sub = command("summary", summary, "bits and bytes, layer by layer", "mirrorquant summary cifar10/vgg16/ref")
-    sub.add_argument("what", type=Path, metavar="RUN-OR-RECIPE-OR-FILE")
+    sub.add_argument("what", type=_run, metavar="RUN-OR-RECIPE-OR-FILE")
     sub.add_argument("--json", action="store_true", help="print JSON")
     sub = command("table", table, "the paper's tables, from the results", "mirrorquant table --results results --write")
     sub.add_argument("--results", type=Path, default=Path("results"), help="folder of the runs' JSON files")
@@ -540,6 +535,12 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     )
     command("kernels", show_kernels, "which kernels run packed networks here", "mirrorquant kernels")
     return parser, list(commands.choices)
+
+
+def _run(text: str) -> Path:
+    """A path; the best.mq of a run stands for the run."""
+    path = Path(text)
+    return path.parent if path.name == "best.mq" else path
 
 
 def _count(text: str) -> int:

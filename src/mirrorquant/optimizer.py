@@ -312,11 +312,13 @@ class MirrorDescent(Optimizer):
     def _refuse_thawed(self, index: int) -> None:
         """A parameter without a latent would be trained in float, among quantized ones."""
         group = self.param_groups[index]
-        for name, p in zip(self._names(index), group["params"], strict=True):
-            if p.grad is not None and p not in self.state and not isinstance(group["method"], REF):
+        if isinstance(group["method"], REF):
+            return
+        for i, p in enumerate(group["params"]):
+            if p.grad is not None and p not in self.state:
                 raise RuntimeError(
-                    f"{name} was frozen when the optimizer was built, so it has no latent, but now it has a gradient: "
-                    "build the optimizer first and freeze after, or build another one"
+                    f"{self._names(index)[i]} was frozen when the optimizer was built, so it has no latent, but now it "
+                    "has a gradient: build the optimizer first and freeze after, or build another one"
                 )
 
     def _refuse_bad_gradients(self) -> None:
