@@ -282,3 +282,10 @@ def test_every_command_of_the_readme_runs(tmp_path, monkeypatch, pytestconfig, c
                 arguments += ["data=synthetic:3x8x8:10", "model=digitsnet"]
         assert main(arguments) == 0, command
     assert "error" not in capsys.readouterr().err
+
+
+def test_commands_do_not_wait_for_the_compiler_to_be_imported():
+    code = "import sys, torch; before = set(sys.modules); import mirrorquant.cli; print(*set(sys.modules) - before)"
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "mirrorquant.train.loop" in imported
+    assert [name for name in imported if name.startswith(("torch._dynamo", "torch._inductor"))] == []

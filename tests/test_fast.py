@@ -77,7 +77,7 @@ def test_where_the_fast_score_cannot_serve_validation_is_done_plainly(tmp_path, 
     def refuse(*_, **__):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("mirrorquant.train.loop.FastScore", refuse)
+    monkeypatch.setattr("mirrorquant.train.fast_score.FastScore", refuse)
     run, _ = train(tmp_path / "run", "engine=graph")
     assert any("no such kernel" in message for message in run.messages)
     assert run.best_step == 40 or run.best_accuracy > 0

@@ -33,8 +33,8 @@ from mirrorquant.data import load
 from mirrorquant.packing import PackError, kernels
 from mirrorquant.train import checkpoint, plots, recipes
 from mirrorquant.train.config import Config, ConfigError
-from mirrorquant.train.fast import first_line
 from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, layers
+from mirrorquant.train.report import first_line
 from mirrorquant.train.tables import (
     FREE_KEYS,
     SPEED_KEYS,

@@ -22,6 +22,7 @@ hold the model's parameters. The base optimizer's groups hold the latents; hyper
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -93,6 +94,7 @@ class MirrorDescent(Optimizer):
             )
         if any("initial_lr" in group for group in base.param_groups):
             raise ValueError("the base optimizer has a learning-rate scheduler: attach it to MirrorDescent instead")
+        _keep_out_of_graphs()
         levels = None if levels is None else Levels.of(levels)
         methods.get(method, levels)
         self.base, self.steps, self.finalized = base, 0, False
@@ -217,7 +219,6 @@ class MirrorDescent(Optimizer):
         for q in self._quantized():
             _settle(q.method, q.latents, q.beta, q.lr, frozen=self.finalized)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _advance(self, betas: list[float]) -> None:
         """β_{k+1}, until finalized; and what the base optimizer keeps in its groups, copied back."""
         self.steps += 1
@@ -269,7 +270,6 @@ class MirrorDescent(Optimizer):
             self._pull_back()
         return loss
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare(self) -> list[float]:
         """The next β, refused before anything changes; and the hyperparameters, copied to the base optimizer."""
         if _capturing():
@@ -431,6 +431,17 @@ def _round(method: Method, weights: list[Tensor], latents: list[Tensor], beta: B
     """weight = round(latent)."""
     for weight, latent in zip(weights, latents, strict=True):
         weight.copy_(method.round(latent, beta))
+
+
+@functools.cache
+def _keep_out_of_graphs() -> None:
+    """What sets β stays plain Python in a compiled step: in its graph β would be a constant.
+
+    Done with the first optimizer, since it imports the compiler, which takes longer than all the rest of this package.
+    """
+    for name in ("_prepare", "_advance"):
+        apart = torch.compiler.disable(getattr(MirrorDescent, name))  # type: ignore[no-untyped-call]
+        setattr(MirrorDescent, name, apart)
 
 
 def _beta(schedule: Schedule, method: Method, step: int) -> float:

@@ -31,6 +31,7 @@ from mirrorquant.data import Loader
 from mirrorquant.methods import REF, Method
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.train import beside
+from mirrorquant.train.report import first_line
 
 __all__ = ["FastStep", "Unsupported"]
 
@@ -410,8 +411,3 @@ def _hidden_counters(norms: list[nn.modules.batchnorm._BatchNorm]) -> Iterator[N
     finally:
         for norm, counter in zip(norms, counters, strict=True):
             norm.num_batches_tracked = counter
-
-
-def first_line(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

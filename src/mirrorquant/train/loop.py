@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +33,11 @@ from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.train import checkpoint
 from mirrorquant.train.checkpoint import CheckpointError
 from mirrorquant.train.config import Config, ConfigError
-from mirrorquant.train.fast import FastStep, first_line
-from mirrorquant.train.fast_score import FastScore
-from mirrorquant.train.report import Metrics, MetricsError, Progress, read_metrics
+from mirrorquant.train.report import Metrics, MetricsError, Progress, first_line, read_metrics
+
+if TYPE_CHECKING:  # imported where they are used: they bring the compiler along, which takes seconds
+    from mirrorquant.train.fast import FastStep
+    from mirrorquant.train.fast_score import FastScore
 
 __all__ = ["Interrupted", "Run", "RunError", "accuracy", "recalibrate"]
 
@@ -186,6 +188,8 @@ class Run:
 
     def _fast_step(self) -> None:
         """A step of the fast engine; where it cannot serve, it says so and the plain one takes over."""
+        from mirrorquant.train.fast import FastStep
+
         try:
             if self.fast is None:
                 self.model.train()
@@ -297,6 +301,8 @@ class Run:
     def _rounded_score(self) -> tuple[float, float]:
         """Validation accuracy and loss of the rounded network; where the fast score cannot serve, it says so."""
         if self.fast is not None and self.scores:
+            from mirrorquant.train.fast_score import FastScore
+
             try:
                 if self.score is None:
                     normalise = Normalise(self.data.val, self.data.mean, self.data.std)

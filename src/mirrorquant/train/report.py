@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Metrics", "MetricsError", "Progress", "read_metrics"]
+__all__ = ["Metrics", "MetricsError", "Progress", "first_line", "read_metrics"]
 
 
 class MetricsError(ValueError):
@@ -113,3 +113,8 @@ class Progress:
     ) -> None:
         if self.bar is not None:
             self.bar.stop()
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

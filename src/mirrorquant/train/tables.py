@@ -61,7 +61,8 @@ _HEAD = """# Results
 
 `mirrorquant table` makes this file from the JSON files beside it, one a run. Accuracies are test accuracies in percent
 of the rounded network, of the iteration with the best rounded validation accuracy; of several seeds the mean ± the
-sample standard deviation. Iterations a second and minutes are means over the seeds."""
+sample standard deviation. Iterations a second and minutes are means over the seeds, with start-up, validation and
+checkpoints in them; the files have the seconds of each, and the rate of training alone."""
 
 
 class TableError(ValueError):
