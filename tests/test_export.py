@@ -265,6 +265,21 @@ def test_a_model_in_half_precision_is_exported_in_float32(tmp_path):
     assert close(in_onnx_runtime(tmp_path / "net.onnx", x), model.float()(x))
 
 
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@pytest.mark.parametrize("levels", [mq.BINARY, mq.TERNARY])
+@torch.no_grad()
+def test_the_default_dtype_changes_nothing(levels, to, tmp_path):
+    model, x = nn.Sequential(nn.Conv2d(16, 8, 3), nn.Hardtanh(-2.5, 2.5)), torch.randn(1, 16, 6, 6)
+    model[0].weight.copy_(levels.nearest(model[0].weight))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = export_and_run(model, tmp_path, to, x)
+    finally:
+        torch.set_default_dtype(before)
+    assert close(found, model(x))
+
+
 def test_what_cannot_be_exported_is_named(tmp_path):
     path = tmp_path / "net.onnx"
     with pytest.raises(PackError, match=r"to is 'tflite', but it must be one of onnx, openvino"):

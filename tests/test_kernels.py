@@ -254,6 +254,22 @@ def test_depthwise_and_other_dtypes(path: str) -> None:
             torch.testing.assert_close(y.double(), exact, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_the_default_dtype_changes_nothing(path: str) -> None:
+    codes, x = codes_of((20, 16, 3, 3), BINARY), torch.randn(2, 16, 5, 5)
+    before = torch.get_default_dtype()
+    with kernels.force(path):
+        prepared = kernels.prepare(codes, BINARY)
+        expected = kernels.conv2d(x, prepared, shape=codes.shape, levels=BINARY)
+        try:
+            torch.set_default_dtype(torch.float64)
+            found = kernels.conv2d(x, kernels.prepare(codes, BINARY), shape=codes.shape, levels=BINARY)
+        finally:
+            torch.set_default_dtype(before)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
 @needs_native
 def test_threads_change_nothing() -> None:
     torch.manual_seed(0)

@@ -161,7 +161,7 @@ class _Reader:
             module = fx.GraphModule(self.plain, self.graph)
             runs = [_Shapes(module) for _ in _BATCHES]
             for run, batch in zip(runs, _BATCHES, strict=True):
-                run.run(torch.empty(batch, *shape, device="meta"))
+                run.run(torch.empty(batch, *shape, dtype=torch.float32, device="meta"))
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             told = f"{type(plain).__name__} cannot be traced with inputs of {list(shape)}: {reason}"

@@ -52,7 +52,7 @@ class OnnxWriter:
         return self._constant(name, value.detach().float().cpu())
 
     def number(self, value: float) -> str:
-        return self._constant(f"/number.{value!r}", torch.tensor(value))
+        return self._constant(f"/number.{value!r}", torch.tensor(value, dtype=torch.float32))
 
     def _constant(self, name: str, value: Tensor) -> str:
         if name not in self.initializers:
@@ -84,8 +84,8 @@ class OnnxWriter:
             part = self._node("Where", [bit, self._index(1 << place), self._index(0)])
             value = self._node("Add", [value, part]) if value else part
         if len(planes) > 1:
-            table = self._constant("/levels." + ".".join(map(str, levels)), torch.tensor(tuple(levels)))
-            value = self._node("Gather", [table, value])
+            table = torch.tensor(tuple(levels), dtype=torch.float32)
+            value = self._node("Gather", [self._constant("/levels." + ".".join(map(str, levels)), table), value])
         if entry.scale is not None:
             scale = entry.scale.float().cpu().reshape(-1, *[1] * (len(entry.shape) - 1))
             value = self._node("Mul", [value, self._constant(f"{name}.scale", scale)])

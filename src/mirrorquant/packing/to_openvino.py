@@ -49,7 +49,7 @@ class OpenVinoWriter:
         return self.cache[name]
 
     def number(self, value: float) -> Any:
-        return _constant(torch.tensor(value))
+        return _constant(torch.tensor(value, dtype=torch.float32))
 
     def _unpacked(self, entry: Any) -> Any:
         """The level's number from its bits, and then the level of that number."""
@@ -60,7 +60,7 @@ class OpenVinoWriter:
             part = ops.convert(bits, "i32")
             part = part if place == 0 else ops.multiply(part, ops.constant(np.int32(1 << place)))
             number = part if number is None else ops.add(number, part)
-        levels = _constant(torch.tensor(tuple(entry.levels)))
+        levels = _constant(torch.tensor(tuple(entry.levels), dtype=torch.float32))
         value = ops.gather(levels, number, ops.constant(np.int64(0)))
         if entry.scale is None:
             return value
@@ -96,7 +96,7 @@ class OpenVinoWriter:
             return None
         self.one_image = True
         filters = self._u1(weight.codes().cpu(), list(weight.shape), "little")
-        zero, one = (_constant(torch.full((1, 1, 1, 1), value)) for value in (0.0, 1.0))
+        zero, one = (_constant(torch.full((1, 1, 1, 1), value, dtype=torch.float32)) for value in (0.0, 1.0))
         bits = ops.fake_quantize(x, zero, zero, zero, one, 2)
         return opset1.binary_convolution(bits, filters, *_window(window), "xnor-popcount", 0.0)
 

@@ -55,7 +55,7 @@ def conv2d_now(
         inner = x.contiguous(memory_format=torch.channels_last)
         if residual is not None:
             residual = residual.contiguous(memory_format=torch.channels_last)
-        y = torch.empty(plan.size, memory_format=torch.channels_last)
+        y = x.new_empty_strided(plan.size, plan.strides)
         if _run(plan, plan.layer, inner, prepared, scale, shift, residual, y):
             return y.contiguous(memory_format=format_)
     y = fallback.apply(
@@ -92,7 +92,7 @@ def linear_now(
     if x.is_cuda and gpu.is_gpu(prepared, shape, levels):
         return gpu.linear(x, prepared, shape, levels, scale, shift, residual, relu, activation)
     if plan.layer is not None:
-        y = torch.empty(plan.size)
+        y = x.new_empty_strided(plan.size, plan.strides)
         residual = None if residual is None else residual.contiguous()
         if _run(plan, plan.layer, x.contiguous(), prepared, scale, shift, residual, y):
             return y
@@ -124,9 +124,13 @@ def is_plain(x: Tensor) -> bool:
 
 
 class _Plan(NamedTuple):
-    """The size of a layer's result, and how native kernels run it: the affine map of its levels, and their struct."""
+    """The size of a layer's result, and how native kernels run it: the affine map of its levels, and their struct.
+
+    The strides are those of channels_last: memory by strides is had in half the time of memory by format.
+    """
 
     size: tuple[int, ...]
+    strides: tuple[int, ...]
     layer: native.Layer | None
     a: float
     b: float
@@ -181,20 +185,23 @@ def _new_plan(
         size = linear_size(x, shape, activation)
         rows = x.numel() // shape[1]
         image, result = (min(rows, 1), 1, max(rows, 1), shape[1]), (1, max(rows, 1))
+        last = torch.contiguous_format
     else:
         size = conv2d_size(x, shape, stride, padding, dilation, groups, activation)
         image, result = (x.shape[0], x.shape[2], x.shape[3], x.shape[1]), size[2:]
+        last = torch.channels_last
+    strides = torch.empty(size, device="meta", memory_format=last).stride()
     whole, unit = full_shape(shape), fallback.affine(levels)
     native_input = path != "torch" and x.dtype == torch.float32 and x.is_cpu
     if not native_input or unit is None or not is_native(whole, groups, levels):
-        return _Plan(size, None, 1.0, 0.0, relu, activation)
+        return _Plan(size, strides, None, 1.0, 0.0, relu, activation)
     o, _, kh, kw = whole
     kind = ("float32", "binary", "int8").index(activation)
     fused = unit[1] == 0  # else the epilogue comes after the second term of the levels
     window = (*stride, *padding, *dilation)
     numbers = (len(levels), kind, relu and fused, native.number(path), threads)
     layer = native.Layer(*image, o, kh, kw, groups, *result, *window, *numbers)
-    return _Plan(size, layer, *unit, relu, activation)
+    return _Plan(size, strides, layer, *unit, relu, activation)
 
 
 def _run(

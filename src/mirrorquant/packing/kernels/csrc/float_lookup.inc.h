@@ -6,9 +6,10 @@
  *
  *     acc[o] += table[nibble[o]]        (two 32-byte loads for 64 products: what the load ports can do is the limit)
  *
- * Tables must stay in the first-level cache, so the sum over (ky, channels) goes in blocks. Within one, all columns of
- * the lanes' image bands are visited from left to right: a column's tables serve all kernel columns kx that reach it.
- * The block's sums start from zero and are then added to the result: shorter chains of roundings.
+ * Tables must stay in the first-level cache, so the sum over channels goes in blocks. A lane has a rectangle of output
+ * pixels. Within a block of channels its input rows are visited from top to bottom, and their columns from left to
+ * right: the tables of an input pixel serve all kernel positions (ky, kx) that meet it. What a row of the kernel adds
+ * starts from zero and is then added to the pixel's sum: shorter chains of roundings.
  */
 #include "kernels.h"
 
@@ -37,54 +38,81 @@ typedef uint32_t tile_nibbles;
 #endif
 static const tile_nibbles NIBBLE_BITS = (tile_nibbles)UINT64_C(0x7878787878787878);
 
-/* The 16 pixels of a set: rows of bands of columns, so that lane l at column c is output pixel (row, first + c). */
+/* How an image is cut into the rectangles of the lanes. */
 typedef struct {
     const mq_call *call;
-    int64_t bands, width;   /* bands a row, columns of a band */
+    int64_t height, width;  /* of a rectangle */
+    int64_t down, across;   /* rectangles in an image */
     int64_t ring;           /* columns of tables that are kept: (kw - 1) * dx + 1 */
-    int64_t pairs_in_block; /* of the kh * quads pairs (ky, quad) that tables are made for */
+    int64_t quads_in_block; /* of channels that tables are made for */
     const float *zeros;     /* what a padded position reads, channels of a group */
 } plan;
 
 typedef struct {
-    int64_t row[LANES];    /* n * oh + y, -1 for a lane without a pixel */
-    int64_t column[LANES]; /* first input column, may be in the padding */
-    int64_t first[LANES];  /* first output column */
+    int64_t n[LANES];           /* the image, -1 for a lane without one */
+    int64_t y[LANES], x[LANES]; /* the first output pixel */
+    const float *row[LANES];    /* the input row that is being visited, NULL in the padding */
 } lanes_t;
 
 /* Tables and sums of one thread. */
 typedef struct {
     float *tables, *sums;
     int64_t *owner;     /* the column whose tables are in a slot of the ring */
-    const float **rows; /* [kh][LANES]: the input row that a kernel row meets, NULL in the padding */
+    int64_t *meets;     /* the output row for which the visited row meets kernel row ky, -1 for none */
     const float **base; /* the tables of each kernel column, planes one after the other */
 } workspace;
 
-/* table[i] = sum of +-x_j over j < 4, plus where bit j of i is set; x_j[lane] = pixel[lane][j] for j < channels. */
 #if VECTOR_LANES > 4
-static inline void PATH(build)(float *restrict table, const float *const *pixel, int64_t offset, int64_t channels) {
-    for (int half = 0; half < LANES; half += 8) {
-        __m256 row[4];
-        if (channels >= 4) {
-            for (int i = 0; i < 4; i++)
-                row[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(pixel[half + i] + offset)),
-                                              _mm_loadu_ps(pixel[half + 4 + i] + offset), 1);
-        } else {
-            const __m128i mask = _mm_cmpgt_epi32(_mm_set1_epi32((int)channels), _mm_setr_epi32(0, 1, 2, 3));
-            for (int i = 0; i < 4; i++)
-                row[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_maskload_ps(pixel[half + i] + offset, mask)),
-                                              _mm_maskload_ps(pixel[half + 4 + i] + offset, mask), 1);
+/* Rows to columns of an 8x8 matrix, in three rounds of pairs. */
+static inline void PATH(transpose8)(__m256 a[8]) {
+    __m256 b[8];
+    for (int i = 0; i < 8; i += 2) {
+        b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+        a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
+        a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+        a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+        b[i] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x20);
+        b[i + 4] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x31);
+    }
+    for (int i = 0; i < 8; i++) a[i] = b[i];
+}
+
+/* table[i] = sum of +-x_j over j < 4, plus where bit j of i is set, for eight lanes. */
+static inline void PATH(entries)(float *restrict table, const __m256 x[4]) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    const __m256 sum01 = _mm256_add_ps(x[0], x[1]), gap01 = _mm256_sub_ps(x[0], x[1]);
+    const __m256 sum23 = _mm256_add_ps(x[2], x[3]), gap23 = _mm256_sub_ps(x[2], x[3]);
+    const __m256 low[4] = {_mm256_xor_ps(sum01, sign), gap01, _mm256_xor_ps(gap01, sign), sum01};
+    const __m256 high[4] = {_mm256_xor_ps(sum23, sign), gap23, _mm256_xor_ps(gap23, sign), sum23};
+    for (int i = 0; i < 16; i++) _mm256_store_ps(table + i * LANES, _mm256_add_ps(low[i & 3], high[i >> 2]));
+}
+
+/* The tables of 16 channels, which are a cache line: pixels that lie a power of two apart evict each other's. */
+static inline void PATH(build4)(float *restrict table, const float *const *pixel, int64_t offset) {
+    for (int half = 0; half < LANES; half += 8)
+        for (int two = 0; two < 4; two += 2) {
+            __m256 x[8];
+            for (int i = 0; i < 8; i++) x[i] = _mm256_loadu_ps(pixel[half + i] + offset + 4 * two);
+            PATH(transpose8)(x);
+            PATH(entries)(table + two * TABLE + half, x);
+            PATH(entries)(table + (two + 1) * TABLE + half, x + 4);
         }
-        const __m256 a = _mm256_unpacklo_ps(row[0], row[1]), b = _mm256_unpacklo_ps(row[2], row[3]);
-        const __m256 c = _mm256_unpackhi_ps(row[0], row[1]), d = _mm256_unpackhi_ps(row[2], row[3]);
-        const __m256 x0 = _mm256_shuffle_ps(a, b, 0x44), x1 = _mm256_shuffle_ps(a, b, 0xee);
-        const __m256 x2 = _mm256_shuffle_ps(c, d, 0x44), x3 = _mm256_shuffle_ps(c, d, 0xee);
-        const __m256 sign = _mm256_set1_ps(-0.0f);
-        const __m256 sum01 = _mm256_add_ps(x0, x1), gap01 = _mm256_sub_ps(x0, x1);
-        const __m256 sum23 = _mm256_add_ps(x2, x3), gap23 = _mm256_sub_ps(x2, x3);
-        const __m256 low[4] = {_mm256_xor_ps(sum01, sign), gap01, _mm256_xor_ps(gap01, sign), sum01};
-        const __m256 high[4] = {_mm256_xor_ps(sum23, sign), gap23, _mm256_xor_ps(gap23, sign), sum23};
-        for (int i = 0; i < 16; i++) _mm256_store_ps(table + i * LANES + half, _mm256_add_ps(low[i & 3], high[i >> 2]));
+}
+
+/* A table of up to four channels. */
+static inline void PATH(build)(float *restrict table, const float *const *pixel, int64_t offset, int64_t channels) {
+    const __m128i real = _mm_cmpgt_epi32(_mm_set1_epi32((int)mq_min(channels, 4)), _mm_setr_epi32(0, 1, 2, 3));
+    for (int half = 0; half < LANES; half += 8) {
+        __m256 x[8];
+        for (int i = 0; i < 8; i++) x[i] = _mm256_castps128_ps256(_mm_maskload_ps(pixel[half + i] + offset, real));
+        PATH(transpose8)(x);
+        PATH(entries)(table + half, x);
     }
 }
 #else
@@ -102,10 +130,10 @@ static inline void PATH(build)(float *restrict table, const float *const *pixel,
 #endif
 
 /* sums[8][LANES] (+)= the look-ups of 8 output channels in all tables of a block; base has one table a step (plane,
- * kx), the next pair's follows it. Steps and pairs are constants where this is inlined for the usual kernels: then
+ * kx), the next quad's follows it. Steps and quads are constants where this is inlined for the usual kernels: then
  * there are no branches left, and none to predict wrongly. */
 static inline __attribute__((always_inline)) void PATH(look_up)(float *restrict sums, const float *const *base,
-                                                                int64_t steps, int64_t pairs, const uint8_t *weights,
+                                                                int64_t steps, int64_t quads, const uint8_t *weights,
                                                                 int add) {
     for (int first = 0; first < 8; first += TILE) {
         vec acc[TILE][PARTS];
@@ -117,10 +145,10 @@ static inline __attribute__((always_inline)) void PATH(look_up)(float *restrict 
         const float *near[3] = {base[0], base[steps > 1],
                                 base[steps > 2 ? 2 : 0]}; /* in registers, unlike base itself */
 #pragma GCC unroll 24
-        for (int64_t pair = 0; pair < pairs; pair++)
+        for (int64_t quad = 0; quad < quads; quad++)
 #pragma GCC unroll 3
             for (int64_t step = 0; step < steps; step++, nibble += 8) {
-                const char *table = (const char *)((steps <= 3 ? near[step] : base[step]) + pair * TABLE);
+                const char *table = (const char *)((steps <= 3 ? near[step] : base[step]) + quad * TABLE);
                 tile_nibbles nibbles; /* of all TILE channels in one load: load ports are what is scarce */
                 memcpy(&nibbles, nibble, TILE);
                 nibbles &= NIBBLE_BITS; /* a damaged weight stays within its table */
@@ -143,37 +171,36 @@ static inline __attribute__((always_inline)) void PATH(look_up)(float *restrict 
 }
 
 /* The same for all blocks of 8 channels of a column; block_bytes from one block's weights to the next. */
-static void PATH(look_up_blocks)(float *sums, const float *const *base, int64_t steps, int64_t pairs,
+static void PATH(look_up_blocks)(float *sums, const float *const *base, int64_t steps, int64_t quads,
                                  const uint8_t *weights, int64_t block_bytes, int64_t blocks, int add) {
-    for (int64_t b = 0; b < blocks; b++, sums += 8 * LANES, weights += block_bytes)
-        if (steps == 3 && pairs == TABLES_IN_CACHE / 3)
+    for (int64_t b = 0; b < blocks; b++, sums += 8 * LANES, weights += block_bytes) {
+        for (int line = 0; line < 3; line++) __builtin_prefetch(weights + block_bytes + 64 * line);
+        if (steps == 3 && quads == TABLES_IN_CACHE / 3)
             PATH(look_up)(sums, base, 3, TABLES_IN_CACHE / 3, weights, add);
-        else if (steps == 1 && pairs == TABLES_IN_CACHE)
+        else if (steps == 1 && quads == TABLES_IN_CACHE)
             PATH(look_up)(sums, base, 1, TABLES_IN_CACHE, weights, add);
         else if (steps == 3)
-            PATH(look_up)(sums, base, 3, pairs, weights, add);
+            PATH(look_up)(sums, base, 3, quads, weights, add);
         else
-            PATH(look_up)(sums, base, steps, pairs, weights, add);
+            PATH(look_up)(sums, base, steps, quads, weights, add);
+    }
 }
 
-/* The tables of one input column for the pairs [pair, end). */
-static void PATH(build_column)(const plan *p, const workspace *work, const lanes_t *lanes, int64_t pair, int64_t end,
-                               int64_t column, float *table) {
+/* The tables of an input column of the visited row, for the quads [quad, end). */
+static void PATH(build_column)(const plan *p, const lanes_t *lanes, int64_t quad, int64_t end, int64_t column,
+                               float *table) {
     const mq_call *call = p->call;
     const mq_layer *is = &call->is;
-    while (pair < end) {
-        const int64_t ky = pair / call->quads, last = mq_min(end, (ky + 1) * call->quads);
-        const float *const *rows = work->rows + ky * LANES;
-        const float *pixel[LANES];
-        for (int lane = 0; lane < LANES; lane++) {
-            const int64_t x = lanes->column[lane] + column;
-            pixel[lane] = rows[lane] && x >= 0 && x < is->w ? rows[lane] + x * is->c : p->zeros;
-        }
-        for (; pair < last; pair++, table += TABLE) {
-            const int64_t channel = (pair - ky * call->quads) * 4;
-            PATH(build)(table, pixel, channel, call->cg - channel);
-        }
+    const float *pixel[LANES];
+    for (int lane = 0; lane < LANES; lane++) {
+        const int64_t x = lanes->x[lane] * is->sx - is->px + column;
+        pixel[lane] = lanes->row[lane] && x >= 0 && x < is->w ? lanes->row[lane] + x * is->c : p->zeros;
     }
+#if VECTOR_LANES > 4
+    for (; quad + 4 <= end && 4 * quad + 16 <= call->cg; quad += 4, table += 4 * TABLE)
+        PATH(build4)(table, pixel, 4 * quad);
+#endif
+    for (; quad < end; quad++, table += TABLE) PATH(build)(table, pixel, 4 * quad, call->cg - 4 * quad);
 }
 
 /* The sums of 8 output channels, finished and written to the pixels at the offsets; -1 for none. */
@@ -182,22 +209,9 @@ static inline void PATH(write8)(const mq_call *call, const int64_t *offsets, int
                                 const float *shift, const float *restrict sums) {
     const __m256 s = _mm256_loadu_ps(scale), t = _mm256_loadu_ps(shift), zero = _mm256_setzero_ps();
     for (int half = 0; half < LANES; half += 8) {
-        __m256 a[8], b[8];
-        for (int i = 0; i < 8; i++) a[i] = _mm256_load_ps(sums + i * LANES + half);
-        for (int i = 0; i < 8; i += 2) { /* an 8x8 transposition, in three rounds of pairs */
-            b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
-            b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
-        }
-        for (int i = 0; i < 8; i += 4) {
-            a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
-            a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
-            a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
-            a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
-        }
-        for (int i = 0; i < 4; i++) {
-            b[i] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x20);
-            b[i + 4] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x31);
-        }
+        __m256 b[8];
+        for (int i = 0; i < 8; i++) b[i] = _mm256_load_ps(sums + i * LANES + half);
+        PATH(transpose8)(b);
         for (int i = 0; i < 8; i++) {
             const int64_t at = offsets[half + i] + o;
             if (offsets[half + i] < 0) continue;
@@ -210,15 +224,15 @@ static inline void PATH(write8)(const mq_call *call, const int64_t *offsets, int
 }
 #endif
 
-/* All blocks of a column, from `block` on. */
-static void PATH(write_column)(const mq_call *call, const lanes_t *lanes, int64_t group, int64_t column, int64_t block,
-                               int64_t blocks, const float *sums) {
+/* The pixels at (row, column) of the rectangles, all blocks from `block` on. */
+static void PATH(write_pixels)(const mq_call *call, const lanes_t *lanes, int64_t group, int64_t row, int64_t column,
+                               int64_t block, int64_t blocks, const float *sums) {
     const mq_layer *is = &call->is;
     int64_t offsets[LANES];
     for (int lane = 0; lane < LANES; lane++) {
-        const int64_t x = lanes->first[lane] + column;
-        const int real = lanes->row[lane] >= 0 && x < is->ow;
-        offsets[lane] = real ? (lanes->row[lane] * is->ow + x) * is->o + group * call->og : -1;
+        const int64_t y = lanes->y[lane] + row, x = lanes->x[lane] + column;
+        const int real = lanes->n[lane] >= 0 && y < is->oh && x < is->ow;
+        offsets[lane] = real ? ((lanes->n[lane] * is->oh + y) * is->ow + x) * is->o + group * call->og : -1;
     }
     for (int64_t b = 0; b < blocks; b++, sums += 8 * LANES) {
         const int64_t o = (block + b) * 8, count = mq_min(8, call->og - o);
@@ -239,79 +253,107 @@ static void PATH(write_column)(const mq_call *call, const lanes_t *lanes, int64_
     }
 }
 
+/* Goes to an input row of the rectangles: where its pixels are, and which output rows it adds to. 0 if to none. */
+static int PATH(visit)(const plan *p, const workspace *work, lanes_t *lanes, int64_t group, int64_t row) {
+    const mq_call *call = p->call;
+    const mq_layer *is = &call->is;
+    int any = 0;
+    for (int64_t ky = 0; ky < is->kh; ky++) {
+        const int64_t from_first = row - ky * is->dy, out = from_first / is->sy;
+        const int real = from_first >= 0 && from_first % is->sy == 0 && out < p->height;
+        work->meets[ky] = real ? out : -1;
+        any |= real;
+    }
+    for (int lane = 0; lane < LANES; lane++) {
+        const int64_t y = lanes->y[lane] * is->sy - is->py + row;
+        const int inside = lanes->n[lane] >= 0 && y >= 0 && y < is->h;
+        lanes->row[lane] = inside ? call->x + (lanes->n[lane] * is->h + y) * is->w * is->c + group * call->cg : NULL;
+    }
+    return any;
+}
+
 /* One set of lanes, the blocks of 8 output channels [block, end) of a group. */
 static void PATH(run_set)(const plan *p, workspace *work, int64_t group, int64_t set, int64_t block, int64_t end) {
     const mq_call *call = p->call;
     const mq_layer *is = &call->is;
     lanes_t lanes;
     for (int lane = 0; lane < LANES; lane++) {
-        const int64_t at = set * LANES + lane, row = at / p->bands, band = at % p->bands;
-        const int real = row < is->n * is->oh;
-        lanes.row[lane] = real ? row : -1;
-        lanes.first[lane] = band * p->width;
-        lanes.column[lane] = lanes.first[lane] * is->sx - is->px;
-        for (int64_t ky = 0; ky < is->kh; ky++) {
-            const int64_t y = row % is->oh * is->sy - is->py + ky * is->dy;
-            const int inside = real && y >= 0 && y < is->h;
-            work->rows[ky * LANES + lane] =
-                inside ? call->x + (row / is->oh * is->h + y) * is->w * is->c + group * call->cg : NULL;
-        }
+        const int64_t at = set * LANES + lane, n = at / (p->down * p->across);
+        lanes.n[lane] = n < is->n ? n : -1;
+        lanes.y[lane] = at / p->across % p->down * p->height;
+        lanes.x[lane] = at % p->across * p->width;
     }
-    const int64_t pairs = is->kh * call->quads, steps = call->planes * is->kw, blocks = end - block;
-    const uint8_t *weights = call->by_pixel + (group * call->blocks8 + block) * steps * pairs * 8;
-    for (int64_t pair = 0; pair < pairs; pair += p->pairs_in_block) {
-        const int64_t count = mq_min(p->pairs_in_block, pairs - pair);
-        for (int64_t slot = 0; slot < p->ring; slot++) work->owner[slot] = -1;
-        for (int64_t column = 0; column < p->width; column++) {
-            for (int64_t kx = 0; kx < is->kw; kx++) {
-                const int64_t input = column * is->sx + kx * is->dx, slot = input % p->ring;
-                float *table = work->tables + slot * p->pairs_in_block * TABLE;
-                if (work->owner[slot] != input) {
-                    PATH(build_column)(p, work, &lanes, pair, pair + count, input, table);
-                    work->owner[slot] = input;
+    const int64_t steps = call->planes * is->kw, blocks = end - block, pixel = blocks * 8 * LANES;
+    const int64_t block_bytes = is->kh * call->quads * steps * 8;
+    const int64_t last_row = (p->height - 1) * is->sy + (is->kh - 1) * is->dy;
+    const uint8_t *weights = call->by_pixel + (group * call->blocks8 + block) * block_bytes;
+    for (int64_t quad = 0; quad < call->quads; quad += p->quads_in_block) {
+        const int64_t count = mq_min(p->quads_in_block, call->quads - quad);
+        for (int64_t row = 0; row <= last_row; row++) {
+            if (!PATH(visit)(p, work, &lanes, group, row)) continue;
+            for (int64_t slot = 0; slot < p->ring; slot++) work->owner[slot] = -1;
+            for (int64_t column = 0; column < p->width; column++) {
+                for (int64_t kx = 0; kx < is->kw; kx++) {
+                    const int64_t input = column * is->sx + kx * is->dx, slot = input % p->ring;
+                    float *table = work->tables + slot * p->quads_in_block * TABLE;
+                    if (work->owner[slot] != input) {
+                        PATH(build_column)(p, &lanes, quad, quad + count, input, table);
+                        work->owner[slot] = input;
+                    }
+                    for (int64_t plane = 0; plane < call->planes; plane++) work->base[plane * is->kw + kx] = table;
                 }
-                for (int64_t plane = 0; plane < call->planes; plane++) work->base[plane * is->kw + kx] = table;
+                for (int64_t ky = 0; ky < is->kh; ky++)
+                    if (work->meets[ky] >= 0)
+                        PATH(look_up_blocks)(work->sums + (work->meets[ky] * p->width + column) * pixel, work->base,
+                                             steps, count, weights + (ky * call->quads + quad) * steps * 8, block_bytes,
+                                             blocks, quad + ky > 0);
             }
-            PATH(look_up_blocks)(work->sums + column * blocks * 8 * LANES, work->base, steps, count,
-                                 weights + pair * steps * 8, pairs * steps * 8, blocks, pair > 0);
         }
     }
-    for (int64_t column = 0; column < p->width; column++)
-        PATH(write_column)(call, &lanes, group, column, block, blocks, work->sums + column * blocks * 8 * LANES);
+    for (int64_t row = 0; row < p->height; row++)
+        for (int64_t column = 0; column < p->width; column++)
+            PATH(write_pixels)(call, &lanes, group, row, column, block, blocks,
+                               work->sums + (row * p->width + column) * pixel);
 }
 
-/* The number of bands in a row of the image with the least work; more bands fill the lanes, fewer share more tables. */
-static int64_t best_bands(const mq_call *call, int64_t ring) {
-    const mq_layer *is = &call->is;
+/* Rows (or columns) of the input whose tables are made for so many of the output. */
+static int64_t input_rows(int64_t rows, int64_t stride, int64_t kernel, int64_t dilation) {
+    return mq_min((rows - 1) * stride + (kernel - 1) * dilation + 1, rows * kernel);
+}
+
+/* The rectangle with the least work: small ones fill the lanes, large ones make fewer tables. */
+static void choose_rectangle(plan *p) {
+    const mq_layer *is = &p->call->is;
+    const int64_t channels = p->call->blocks8 * 8;
     double least = 0;
-    int64_t best = 1;
-    for (int64_t bands = 1; bands <= is->ow && bands <= 64; bands++) {
-        const int64_t width = mq_ceil_div(is->ow, bands), sets = mq_ceil_div(is->n * is->oh * bands, LANES);
-        const double columns = (double)mq_min((width - 1) * is->sx + ring, width * is->kw);
-        double cost =
-            (double)sets * ((double)(width * is->kw * call->planes * call->blocks8 * 8) + columns * BUILD_COST);
-        if (width * call->blocks8 * 8 * LANES * 4 > SUMS_IN_CACHE) cost *= 1.5;
-        if (bands == 1 || cost < least) {
-            least = cost;
-            best = bands;
+    for (int64_t height = 1; height <= mq_min(is->oh, 16); height++)
+        for (int64_t across = 1; across <= mq_min(is->ow, 64); across++) {
+            const int64_t width = mq_ceil_div(is->ow, across), down = mq_ceil_div(is->oh, height);
+            const int64_t sets = mq_ceil_div(is->n * down * across, LANES);
+            const int64_t tables =
+                input_rows(height, is->sy, is->kh, is->dy) * input_rows(width, is->sx, is->kw, is->dx);
+            const int64_t look_ups = height * width * p->call->taps * p->call->planes * channels;
+            double cost = (double)sets * (double)(look_ups + tables * BUILD_COST);
+            if (height * width * channels * LANES * 4 > SUMS_IN_CACHE) cost *= 1.5;
+            if (least == 0 || cost < least) {
+                least = cost;
+                p->height = height, p->width = width, p->down = down, p->across = across;
+            }
         }
-    }
-    return best;
 }
 
 int PATH(mq_float)(const mq_call *call) {
     const mq_layer *is = &call->is;
     plan p = {.call = call, .ring = (is->kw - 1) * is->dx + 1};
-    p.bands = best_bands(call, p.ring);
-    p.width = mq_ceil_div(is->ow, p.bands);
-    p.pairs_in_block = mq_min(mq_max(1, TABLES_IN_CACHE / p.ring), is->kh * call->quads);
-    const int64_t sets = mq_ceil_div(is->n * is->oh * p.bands, LANES), items = sets * is->groups;
+    choose_rectangle(&p);
+    p.quads_in_block = mq_min(mq_max(1, TABLES_IN_CACHE / p.ring), call->quads);
+    const int64_t sets = mq_ceil_div(is->n * p.down * p.across, LANES), items = sets * is->groups;
     /* Few sets: threads share a set by output channels, each with tables of its own. */
     const int64_t chunks = items % is->threads && items < 8 * is->threads ? mq_min(is->threads, call->blocks8) : 1;
     const int64_t blocks = mq_ceil_div(call->blocks8, chunks);
-    const int64_t zero_floats = mq_ceil_div(call->cg, 16) * 16, table_floats = p.ring * p.pairs_in_block * TABLE;
-    const int64_t sum_floats = p.width * blocks * 8 * LANES,
-                  extra = (p.ring + call->planes * is->kw + is->kh * LANES + 8) / 8 * 64;
+    const int64_t zero_floats = mq_ceil_div(call->cg, 16) * 16, table_floats = p.ring * p.quads_in_block * TABLE;
+    const int64_t sum_floats = p.height * p.width * blocks * 8 * LANES,
+                  extra = (p.ring + is->kh + call->planes * is->kw + 8) / 8 * 64;
     const int64_t each = (table_floats + sum_floats) * (int64_t)sizeof(float) + extra;
     const int64_t threads = mq_min(is->threads, items * chunks);
     char *memory = mq_scratch(zero_floats * (int64_t)sizeof(float) + threads * each);
@@ -326,8 +368,8 @@ int PATH(mq_float)(const mq_call *call) {
         work.tables = (float *)own;
         work.sums = work.tables + table_floats;
         work.owner = (int64_t *)(work.sums + sum_floats);
-        work.rows = (const float **)(work.owner + p.ring);
-        work.base = work.rows + is->kh * LANES;
+        work.meets = work.owner + p.ring;
+        work.base = (const float **)(work.meets + is->kh);
         const int64_t from = items * chunks * thread / threads, to = items * chunks * (thread + 1) / threads;
         for (int64_t item = from; item < to; item++) {
             const int64_t chunk = item % chunks, set = item / chunks % sets, group = item / chunks / sets;
