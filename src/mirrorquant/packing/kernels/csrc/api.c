@@ -220,10 +220,8 @@ enum { FEW_ROWS = 7 };
 
 static int run(const mq_call *call) {
     const mq_layer *is = &call->is;
-    const int is_linear =
-        call->taps == 1 && is->groups == 1 && is->oh == is->h && is->ow == is->w && !is->py && !is->px;
-    const int few = is_linear && is->n * is->h * is->w <= FEW_ROWS;
-    if (is->activation == MQ_INT8 && !is_linear) return MQ_BAD_PROBLEM;
+    const int few = call->rows && call->rows <= FEW_ROWS;
+    if (is->activation == MQ_INT8 && !call->rows) return MQ_BAD_PROBLEM;
 #define RUN(name)                                                                                                      \
     switch (is->activation) {                                                                                          \
     case MQ_FLOAT: return few ? mq_float_rows_##name(call) : mq_float_##name(call);                                    \
@@ -268,6 +266,8 @@ MQ_API int mq_run(const mq_layer *is, const float *x, const uint8_t *prepared, i
             constants[padded + group * in_group + i] = shift && real ? shift[o] : 0.0f;
         }
     call.is = *is;
+    const int is_linear = call.pointwise && is->oh == is->h && is->ow == is->w && !is->py && !is->px;
+    call.rows = is_linear ? is->n * is->h * is->w : 0;
     call.by_pixel = prepared + at.by_pixel;
     call.by_channel = prepared + at.by_channel;
     call.by_word = prepared + at.by_word;

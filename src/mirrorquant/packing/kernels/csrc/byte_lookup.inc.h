@@ -117,14 +117,19 @@ static inline void finish_block(const mq_call *call, int64_t pixel, int64_t bloc
 enum { PADDING = 16, NIBBLES = 17, PAIR_TABLES = NIBBLES * NIBBLES, RUN = 63, SPARE = 16 };
 enum { PIXEL_PAIRS = 2, PIXELS = 2 * PIXEL_PAIRS };
 
-static void make_pair_tables(uint8_t *tables) {
-    uint8_t single[NIBBLES][16];
+/* How many signs differ, for every nibble of signs and of weights. */
+static void make_single_tables(uint8_t single[NIBBLES][16]) {
     for (int nibble = 0; nibble < NIBBLES; nibble++)
         for (int w = 0; w < 16; w++) {
             const int differ = nibble ^ w;
             const int count = (differ & 1) + (differ >> 1 & 1) + (differ >> 2 & 1) + (differ >> 3 & 1);
             single[nibble][w] = (uint8_t)(nibble == PADDING ? 2 : count);
         }
+}
+
+static void make_pair_tables(uint8_t *tables) {
+    uint8_t single[NIBBLES][16];
+    make_single_tables(single);
     for (int first = 0; first < NIBBLES; first++)
         for (int second = 0; second < NIBBLES; second++) {
             const __m128i low = _mm_loadu_si128((const __m128i *)single[first]);
@@ -389,8 +394,63 @@ static void PATH(binary_pairs)(const mq_call *call, const uint8_t *tables, const
     }
 }
 
+/* Few rows of a linear layer: with weights that are read once there is no use in spreading their nibbles, nor in pairs
+ * of rows. A look-up counts up to 4, so that bytes hold the sum of BYTE_RUN times two of them. */
+enum { BINARY_ROWS = 3, BYTE_RUN = 31 };
+
+static void PATH(binary_row)(const mq_call *call, uint8_t single[NIBBLES][16], int64_t row, const uint8_t *nibbles,
+                             int64_t block) {
+    const bytes low_half = set8(15), low_byte = set16(255);
+    const uint8_t *weights = call->by_channel + block * call->planes * call->plane_bytes;
+    const int64_t bytes_of_plane = mq_ceil_div(call->quads, 2);
+    word_counts counts;
+    memset(&counts, 0, sizeof counts);
+    for (int64_t plane = 0; plane < call->planes; plane++)
+        for (int64_t start = 0; start < bytes_of_plane; start += BYTE_RUN) {
+            bytes sum[VECTORS];
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) sum[v] = set8(0);
+            for (int64_t i = start; i < mq_min(bytes_of_plane, start + BYTE_RUN); i++, weights += BLOCK) {
+                const bytes first = repeat16(single[nibbles[2 * i]]), second = repeat16(single[nibbles[2 * i + 1]]);
+#pragma GCC unroll 2
+                for (int v = 0; v < VECTORS; v++) {
+                    const bytes two = load(weights + v * BYTES);
+                    sum[v] = add8(sum[v], shuffle(first, and_(two, low_half)));
+                    sum[v] = add8(sum[v], shuffle(second, and_(right16(two, 4), low_half)));
+                }
+                KEEP_ORDER(sum[0], sum[1]);
+            }
+            for (int v = 0; v < VECTORS; v++) {
+                counts.even[0][v] = add16(counts.even[0][v], and_(sum[v], low_byte));
+                counts.odd[0][v] = add16(counts.odd[0][v], right16(sum[v], 8));
+            }
+        }
+    uint16_t ordered[BLOCK];
+    PATH(in_order)(&counts, 0, ordered);
+    PATH(finish_counts)(call, row, block, call->cg * call->planes, ordered, NULL);
+}
+
+static int PATH(binary_rows)(const mq_call *call) {
+    const mq_layer *is = &call->is;
+    const int64_t rows = call->rows, even = mq_ceil_div(call->quads, 2) * 2;
+    uint8_t single[NIBBLES][16], *nibbles = mq_scratch(rows * even);
+    if (!nibbles) return MQ_NO_MEMORY;
+    make_single_tables(single);
+    memset(nibbles, 0, (size_t)(rows * even)); /* what is missing agrees with its weights, which are 0 as well */
+    for (int64_t row = 0; row < rows; row++)
+        PATH(sign_nibbles)(call->x + row * call->cg, call->cg, nibbles + row * even);
+#pragma omp parallel for num_threads((int)is->threads) schedule(static) if (is->threads > 1)
+    for (int64_t block = 0; block < call->blocks64; block++)
+        for (int64_t row = 0; row < rows; row++)
+            PATH(binary_row)(call, single, row, nibbles + row * even, block);
+    free(nibbles);
+    return MQ_OK;
+}
+
 int PATH(mq_binary)(const mq_call *call) {
     const mq_layer *is = &call->is;
+    if (call->rows && call->rows <= BINARY_ROWS && 4 * call->quads * call->planes <= UINT16_MAX)
+        return PATH(binary_rows)(call);
     signs in = {NULL, is->h + 2 * is->py, is->w + 2 * is->px};
     const int64_t rows = is->groups * is->n * in.rows, row = mq_ceil_div((in.columns + is->sx) * call->quads, 64) * 64;
     const int64_t pairs = is->groups * call->blocks64 * is->n * is->oh * mq_ceil_div(is->ow, 2);
@@ -435,8 +495,9 @@ static inline void combine(bytes out[4], bytes even_a, bytes odd_a, bytes even_b
     out[3] = multiply_pairs(interleave_high(odd_a, odd_b), factors);
 }
 
-/* int8: a sum of four is -508..508; plus 512 it is two bytes, of which the upper is at most 3. */
-enum { INT8_RUN = 84, INT8_OFFSET = 512 };
+/* int8: a sum of four is -508..508; plus 512 it is two digits, of 7 and of 3 bits, in a byte each: two look-ups of the
+ * lower one fit a byte, and 36 of the upper one. */
+enum { INT8_RUN = 36, INT8_OFFSET = 512, INT8_BITS = 7 };
 
 static void int8_tables(const int32_t *q, int64_t quads, uint8_t *tables) {
     const __m256i sign0 = _mm256_setr_epi16(-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1);
@@ -449,43 +510,57 @@ static void int8_tables(const int32_t *q, int64_t quads, uint8_t *tables) {
         const __m256i b = _mm256_add_epi16(_mm256_sign_epi16(_mm256_set1_epi16((short)q[2]), sign2),
                                            _mm256_sign_epi16(_mm256_set1_epi16((short)q[3]), sign3));
         const __m256i sum = _mm256_add_epi16(_mm256_add_epi16(a, b), _mm256_set1_epi16(INT8_OFFSET));
-        const __m256i lower = _mm256_and_si256(sum, _mm256_set1_epi16(255)), upper = _mm256_srli_epi16(sum, 8);
+        const __m256i lower = _mm256_and_si256(sum, _mm256_set1_epi16((1 << INT8_BITS) - 1));
+        const __m256i upper = _mm256_srli_epi16(sum, INT8_BITS);
         const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi16(lower, upper), 0xd8);
         _mm256_storeu_si256((__m256i *)tables, packed);
     }
 }
 
-/* The sums of a row with one vector of channels. */
+/* The sums of a row with a block of channels. There are tables for an even number of quads. */
 static void PATH(int8_dot)(const mq_call *call, const uint8_t *tables, const uint8_t *weights, int32_t *sums) {
     const bytes low_byte = set16(255), low_half = set8(15);
-    bytes total[4] = {set8(0), set8(0), set8(0), set8(0)};
+    bytes total[VECTORS][4];
+    memset(total, 0, sizeof total);
     for (int64_t plane = 0; plane < call->planes; plane++, weights += call->plane_bytes)
         for (int64_t start = 0; start < call->quads; start += INT8_RUN) {
-            const int64_t end = mq_min(call->quads, start + INT8_RUN);
-            bytes all = set8(0), odd = set8(0), upper = set8(0), two = set8(0);
-            for (int64_t quad = start; quad < end; quad++) {
-                two = quad % 2 ? right16(two, 4) : load(weights + quad / 2 * BLOCK);
-                const bytes nibbles = and_(two, low_half), lower = shuffle(repeat16(tables + quad * 32), nibbles);
-                all = add16(all, lower);
-                odd = add16(odd, right16(lower, 8));
-                upper = add8(upper, shuffle(repeat16(tables + quad * 32 + 16), nibbles));
-                KEEP_ORDER(all, odd);
+            bytes all[VECTORS], odd[VECTORS], upper[VECTORS];
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) all[v] = odd[v] = upper[v] = set8(0);
+            for (int64_t quad = start; quad < mq_min(call->quads, start + INT8_RUN); quad += 2) {
+                const uint8_t *table = tables + quad * 32;
+                const bytes lower0 = repeat16(table), upper0 = repeat16(table + 16);
+                const bytes lower1 = repeat16(table + 32), upper1 = repeat16(table + 48);
+#pragma GCC unroll 2
+                for (int v = 0; v < VECTORS; v++) {
+                    const bytes two = load(weights + quad / 2 * BLOCK + v * BYTES);
+                    const bytes first = and_(two, low_half), second = and_(right16(two, 4), low_half);
+                    const bytes sum = add8(shuffle(lower0, first), shuffle(lower1, second));
+                    all[v] = add16(all[v], sum);
+                    odd[v] = add16(odd[v], right16(sum, 8));
+                    upper[v] = add8(upper[v], add8(shuffle(upper0, first), shuffle(upper1, second)));
+                    KEEP_ORDER(all[v], odd[v]);
+                }
             }
-            bytes part[4];
-            combine(part, sub16(all, left16(odd, 8)), odd, and_(upper, low_byte), right16(upper, 8), 256);
-            for (int i = 0; i < 4; i++) total[i] = add32(total[i], part[i]);
+            for (int v = 0; v < VECTORS; v++) {
+                bytes part[4];
+                combine(part, sub16(all[v], left16(odd[v], 8)), odd[v], and_(upper[v], low_byte), right16(upper[v], 8),
+                        1 << INT8_BITS);
+                for (int i = 0; i < 4; i++) total[v][i] = add32(total[v][i], part[i]);
+            }
         }
-    for (int i = 0; i < 4; i++) {
-        int32_t numbers[NUMBERS];
-        store(numbers, total[i]);
-        for (int j = 0; j < NUMBERS; j++)
-            sums[channel_of(i, j)] = numbers[j] - (int32_t)(INT8_OFFSET * call->planes * call->quads);
-    }
+    for (int v = 0; v < VECTORS; v++)
+        for (int i = 0; i < 4; i++) {
+            int32_t numbers[NUMBERS];
+            store(numbers, total[v][i]);
+            for (int j = 0; j < NUMBERS; j++)
+                sums[v * BYTES + channel_of(i, j)] = numbers[j] - (int32_t)(INT8_OFFSET * call->planes * call->quads);
+        }
 }
 
 int PATH(mq_int8)(const mq_call *call) {
     const mq_layer *is = &call->is;
-    const int64_t row = call->quads * 32, rows = is->n * is->h * is->w;
+    const int64_t row = mq_ceil_div(call->quads, 2) * 64, rows = call->rows;
     uint8_t *tables = mq_scratch(rows * row);
     int32_t *q = mq_scratch(call->quads * 16);
     float *steps = mq_scratch(rows * (int64_t)sizeof(float));
@@ -493,6 +568,7 @@ int PATH(mq_int8)(const mq_call *call) {
     for (int64_t n = 0; ready && n < rows; n++) {
         steps[n] = mq_quantize_row(call->x + n * call->cg, call->cg, q);
         int8_tables(q, call->quads, tables + n * row);
+        memset(tables + n * row + call->quads * 32, 0, (size_t)(row - call->quads * 32));
     }
     if (ready) {
 #pragma omp parallel for num_threads((int)is->threads) schedule(static) if (is->threads > 1)
@@ -500,10 +576,8 @@ int PATH(mq_int8)(const mq_call *call) {
             for (int64_t n = 0; n < rows; n++) {
                 int32_t sums[BLOCK];
                 float values[BLOCK];
-                for (int v = 0; v < VECTORS; v++)
-                    PATH(int8_dot)(call, tables + n * row,
-                                   call->by_channel + block * call->planes * call->plane_bytes + v * BYTES,
-                                   sums + v * BYTES);
+                PATH(int8_dot)(call, tables + n * row, call->by_channel + block * call->planes * call->plane_bytes,
+                               sums);
                 for (int o = 0; o < BLOCK; o++) values[o] = (float)sums[o] * steps[n];
                 finish_block(call, n, block, values);
             }
@@ -637,7 +711,7 @@ static void PATH(float_row)(const mq_call *call, int64_t row, const uint8_t *tab
 
 int PATH(mq_float_rows)(const mq_call *call) {
     const mq_layer *is = &call->is;
-    const int64_t rows = is->n * is->h * is->w, threads = mq_min(is->threads, call->blocks64);
+    const int64_t rows = call->rows, threads = mq_min(is->threads, call->blocks64);
     const int64_t row = call->quads * DIGITS * 16, stretches = mq_ceil_div(call->quads, STRETCH);
     uint8_t *tables = mq_scratch(rows * row);
     float *steps = mq_scratch(rows * stretches * (int64_t)sizeof(float));

@@ -55,6 +55,7 @@ typedef struct {
     int64_t quads;             /* nibbles that hold the channels of one group: ceil(cg / 4) */
     int64_t taps;              /* kh * kw */
     int64_t pointwise;         /* whether this is a linear layer or a 1x1 convolution, in one group */
+    int64_t rows;              /* of a linear layer's input; 0 for other layers */
     int64_t plane_bytes;       /* from one plane of a block to the next, in by_channel */
     int64_t words;             /* of 32 bits that hold the channels of one group: ceil(cg / 32) */
     int64_t block_bytes;       /* from one block to the next, in by_word */

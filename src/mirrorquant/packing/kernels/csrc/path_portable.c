@@ -76,7 +76,7 @@ int mq_binary_portable(const mq_call *call) {
 
 int mq_int8_portable(const mq_call *call) {
     const mq_layer *is = &call->is;
-    const int64_t rows = is->n * is->h * is->w;
+    const int64_t rows = call->rows;
     int32_t *quantized = mq_scratch(rows * call->quads * 4 * (int64_t)sizeof(int32_t));
     float *steps = mq_scratch(rows * (int64_t)sizeof(float));
     if (!quantized || !steps) {
