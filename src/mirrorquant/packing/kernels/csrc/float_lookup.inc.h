@@ -23,7 +23,7 @@
 enum {
     LANES = 16,
     PARTS = LANES / VECTOR_LANES,      /* vectors that hold the lanes */
-    TILE = VECTOR_LANES == 16 ? 8 : 4, /* output channels whose sums are in registers at a time */
+    TILE = VECTOR_LANES >= 8 ? 8 : 4, /* output channels whose sums are in registers at a time */
     TABLE = 16 * LANES,                /* floats of a table */
     TABLES_IN_CACHE = 24,              /* of 1 KiB each, in a first-level cache of 32 or 48 KiB */
     SUMS_IN_CACHE = 256 * 1024,        /* bytes of sums that go to and fro between two blocks */
@@ -31,7 +31,7 @@ enum {
 };
 
 typedef float vec __attribute__((vector_size(4 * VECTOR_LANES)));
-#if VECTOR_LANES == 16
+#if VECTOR_LANES >= 8
 typedef uint64_t tile_nibbles;
 #else
 typedef uint32_t tile_nibbles;
@@ -195,6 +195,8 @@ static void PATH(build_column)(const plan *p, const lanes_t *lanes, int64_t quad
     for (int lane = 0; lane < LANES; lane++) {
         const int64_t x = lanes->x[lane] * is->sx - is->px + column;
         pixel[lane] = lanes->row[lane] && x >= 0 && x < is->w ? lanes->row[lane] + x * is->c : p->zeros;
+        for (int64_t channel = 4 * quad; channel < 4 * end; channel += 16) /* of the next column */
+            __builtin_prefetch(pixel[lane] + is->c + channel);
     }
 #if VECTOR_LANES > 4
     for (; quad + 4 <= end && 4 * quad + 16 <= call->cg; quad += 4, table += 4 * TABLE)
