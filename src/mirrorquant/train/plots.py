@@ -46,6 +46,7 @@ _COLOURS = {
     "ref": "#555555",
 }
 _BETAS = {1: "#88ccee", 2: "#44aa99", 4: "#117733", 8: "#332288"}
+_LEGEND_INSIDE = 5  # runs
 _NOT_ANNEALED = ("ref", "bc")
 _FIELDS = {"train": ("step", "loss", "beta"), "val": ("step", "accuracy"), "weights": ("step", "range", "layers")}
 _PANELS, _MOMENTS, _COLUMNS = 8, 150, 120
@@ -93,7 +94,7 @@ def curves(runs: Sequence[Path], out: Path) -> Path:
     if not any(run.train or run.val for run in loaded):
         raise PlotError(f"no training or validation line in {_listed(runs)} yet: let the run go on for a while")
     annealed = any(_betas(run)[0] for run in loaded)
-    figure = _figure(9.6, 4.6)
+    figure = _figure(9.6, 4.6 if len(loaded) <= _LEGEND_INSIDE else 5.4)
     right = ["loss", "beta"] if annealed else ["loss", "loss"]
     axes = figure.subplot_mosaic([["accuracy", part] for part in right], width_ratios=[1.7, 1])
     drawn = _colours([run.config["method"] for run in loaded])
@@ -137,7 +138,10 @@ def _draw_loss(ax: Axes, run: _Run, colour: str, dash: Any) -> None:
 def _finish_curves(axes: Mapping[str, Axes], runs: Sequence[_Run]) -> None:
     _style(axes["accuracy"], "Validation accuracy of the rounded network, %", "iteration")
     if axes["accuracy"].get_lines():
-        _legend(axes["accuracy"], loc="lower right", title="run and its best value")
+        inside = {"loc": "lower right"}
+        below = {"loc": "upper left", "bbox_to_anchor": (0, -0.12), "ncols": 3}
+        place = inside if len(runs) <= _LEGEND_INSIDE else below  # a long one would hide the curves
+        _legend(axes["accuracy"], title="run and its best value", **place)
     _style(axes["loss"], "Training loss", "" if "beta" in axes else "iteration")
     axes["loss"].set_yscale("log")
     if "beta" in axes:
