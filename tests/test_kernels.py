@@ -411,6 +411,16 @@ def test_errors_name_what_does_not_fit(change: dict, message: str) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("path", PATHS[:-1])
+def test_rows_far_apart_take_no_longer(path: str) -> None:
+    """Of a kernel that is dilated over a billion rows only the middle one meets the image."""
+    codes, x, far = codes_of((16, 16, 3, 1), BINARY), torch.randn(1, 16, 2, 2), 2**30
+    with kernels.force(path):
+        prepared = kernels.prepare(codes, BINARY)
+        y = kernels.conv2d(x, prepared, shape=codes.shape, levels=BINARY, padding=(far, 0), dilation=(far, 1))
+    torch.testing.assert_close(y, F.conv2d(x, 2 * codes[:, :, 1:2].float() - 1))
+
+
 @pytest.mark.parametrize("activation", ["float32", "binary"])
 def test_padding_beyond_all_memory_is_refused(activation: str) -> None:
     prepared, far = kernels.prepare(torch.ones(1, 1, 1, 1, dtype=torch.uint8), BINARY), 2**30

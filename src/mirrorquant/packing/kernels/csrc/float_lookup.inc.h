@@ -22,12 +22,12 @@
 
 enum {
     LANES = 16,
-    PARTS = LANES / VECTOR_LANES,      /* vectors that hold the lanes */
+    PARTS = LANES / VECTOR_LANES,     /* vectors that hold the lanes */
     TILE = VECTOR_LANES >= 8 ? 8 : 4, /* output channels whose sums are in registers at a time */
-    TABLE = 16 * LANES,                /* floats of a table */
-    TABLES_IN_CACHE = 24,              /* of 1 KiB each, in a first-level cache of 32 or 48 KiB */
-    SUMS_IN_CACHE = 256 * 1024,        /* bytes of sums that go to and fro between two blocks */
-    BUILD_COST = 40,                   /* look-ups that take as long as to make a table */
+    TABLE = 16 * LANES,               /* floats of a table */
+    TABLES_IN_CACHE = 24,             /* of 1 KiB each, in a first-level cache of 32 or 48 KiB */
+    SUMS_IN_CACHE = 256 * 1024,       /* bytes of sums that go to and fro between two blocks */
+    BUILD_COST = 40,                  /* look-ups that take as long as to make a table */
 };
 
 typedef float vec __attribute__((vector_size(4 * VECTOR_LANES)));
@@ -255,23 +255,30 @@ static void PATH(write_pixels)(const mq_call *call, const lanes_t *lanes, int64_
     }
 }
 
-/* Goes to an input row of the rectangles: where its pixels are, and which output rows it adds to. 0 if to none. */
-static int PATH(visit)(const plan *p, const workspace *work, lanes_t *lanes, int64_t group, int64_t row) {
+/* The first input row of the rectangles after `row` that a kernel row meets, -1 for none; they may be far apart. */
+static int64_t next_row(const plan *p, int64_t row) {
+    const mq_layer *is = &p->call->is;
+    int64_t next = -1;
+    for (int64_t ky = 0; ky < is->kh; ky++) {
+        const int64_t top = ky * is->dy, out = row < top ? 0 : (row - top) / is->sy + 1, at = top + out * is->sy;
+        if (out < p->height && (next < 0 || at < next)) next = at;
+    }
+    return next;
+}
+
+/* Goes to an input row of the rectangles: where its pixels are, and which output rows it adds to. */
+static void PATH(visit)(const plan *p, const workspace *work, lanes_t *lanes, int64_t group, int64_t row) {
     const mq_call *call = p->call;
     const mq_layer *is = &call->is;
-    int any = 0;
     for (int64_t ky = 0; ky < is->kh; ky++) {
-        const int64_t from_first = row - ky * is->dy, out = from_first / is->sy;
-        const int real = from_first >= 0 && from_first % is->sy == 0 && out < p->height;
-        work->meets[ky] = real ? out : -1;
-        any |= real;
+        const int64_t from_top = row - ky * is->dy, out = from_top / is->sy;
+        work->meets[ky] = from_top >= 0 && from_top % is->sy == 0 && out < p->height ? out : -1;
     }
     for (int lane = 0; lane < LANES; lane++) {
         const int64_t y = lanes->y[lane] * is->sy - is->py + row;
         const int inside = lanes->n[lane] >= 0 && y >= 0 && y < is->h;
         lanes->row[lane] = inside ? call->x + (lanes->n[lane] * is->h + y) * is->w * is->c + group * call->cg : NULL;
     }
-    return any;
 }
 
 /* One set of lanes, the blocks of 8 output channels [block, end) of a group. */
@@ -287,12 +294,11 @@ static void PATH(run_set)(const plan *p, workspace *work, int64_t group, int64_t
     }
     const int64_t steps = call->planes * is->kw, blocks = end - block, pixel = blocks * 8 * LANES;
     const int64_t block_bytes = is->kh * call->quads * steps * 8;
-    const int64_t last_row = (p->height - 1) * is->sy + (is->kh - 1) * is->dy;
     const uint8_t *weights = call->by_pixel + (group * call->blocks8 + block) * block_bytes;
     for (int64_t quad = 0; quad < call->quads; quad += p->quads_in_block) {
         const int64_t count = mq_min(p->quads_in_block, call->quads - quad);
-        for (int64_t row = 0; row <= last_row; row++) {
-            if (!PATH(visit)(p, work, &lanes, group, row)) continue;
+        for (int64_t row = 0; row >= 0; row = next_row(p, row)) {
+            PATH(visit)(p, work, &lanes, group, row);
             for (int64_t slot = 0; slot < p->ring; slot++) work->owner[slot] = -1;
             for (int64_t column = 0; column < p->width; column++) {
                 for (int64_t kx = 0; kx < is->kw; kx++) {
