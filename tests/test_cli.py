@@ -85,6 +85,12 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
     assert "names a method twice" in capsys.readouterr().err
 
 
+def test_a_comparison_with_an_unknown_method_is_refused_before_anything_trains(tmp_path, capsys):
+    assert main(["compare", *TINY, "--methods", "ref,bcc", "--quiet", "--out", str(tmp_path / "all")]) == 1
+    assert "no recipe 'digits/digitsnet/binary/bcc'" in capsys.readouterr().err
+    assert not (tmp_path / "all").exists()
+
+
 def test_the_file_of_a_runs_network_stands_for_the_run(tmp_path, capsys):
     run = tmp_path / "run"
     assert main(["train", *TINY, "--quiet", "--out", str(run)]) == 0

@@ -128,16 +128,14 @@ def compare(options: argparse.Namespace) -> None:
     chosen = options.methods.split(",")
     if len(set(chosen)) < len(chosen):
         raise ConfigError(f"--methods is {options.methods}, which names a method twice")
-    for method in chosen:
-        name = f"{options.task}/ref" if method == "ref" else f"{options.task}/{options.levels}/{method}"
-        for seed in range(options.seeds):
-            config = Config.from_recipe(name, [*options.overrides, f"seed={seed}"])
-            run = _begun(config, folder / f"{method}-seed{seed}", options)
-            summary = run.train()
-            if options.results:
-                _keep(summary, options.results)
-            rows.append(compare_row(summary))
-            folders.append(run.folder)
+    configs = [(method, seed, _compared(options, method, seed)) for method in chosen for seed in range(options.seeds)]
+    for method, seed, config in configs:
+        run = _begun(config, folder / f"{method}-seed{seed}", options)
+        summary = run.train()
+        if options.results:
+            _keep(summary, options.results)
+        rows.append(compare_row(summary))
+        folders.append(run.folder)
     if options.json:
         print(json.dumps(rows))
         return
@@ -150,6 +148,12 @@ def compare(options: argparse.Namespace) -> None:
     print(
         "  mirrorquant train DATA/MODEL/... model=mymodule:myfunction data=folder:PATH     a model and images of yours"
     )
+
+
+def _compared(options: argparse.Namespace, method: str, seed: int) -> Config:
+    """One run of a comparison; made for all of them before the first one trains."""
+    name = f"{options.task}/ref" if method == "ref" else f"{options.task}/{options.levels}/{method}"
+    return Config.from_recipe(name, [*options.overrides, f"seed={seed}"])
 
 
 def _begun(config: Config, folder: Path, options: argparse.Namespace) -> Run:
