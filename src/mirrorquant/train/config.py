@@ -26,12 +26,16 @@ __all__ = ["Config", "ConfigError"]
 
 
 _RANGES = (
-    (("lr_interval", "beta_interval", "iterations", "batch_size", "eval_every", "log_every"), 1, math.inf),
-    (("width", "stem_stride"), 1, math.inf),
+    (("lr_interval", "beta_interval", "batch_size", "eval_every", "log_every"), 1, math.inf),
+    (("iterations",), 1, 1e15),
+    (("width", "stem_stride"), 1, 4096),
     (("beta_scale", "beta_cap"), 1, 1e35),
-    (("histogram_every", "checkpoint_every", "recalibrate", "threads"), 0, math.inf),
-    (("momentum", "weight_decay", "pq_rate"), 0, math.inf),
+    (("histogram_every", "checkpoint_every", "recalibrate"), 0, math.inf),
+    (("threads",), 0, 1024),
+    (("momentum", "weight_decay", "pq_rate"), 0, 1e35),
+    (("seed",), -(2**63), 2**63 - 1),
 )
+_LARGEST_LR = 100.0  # times the largest beta, and ten for Adam's first step, it is still a float32
 _REMEDY = "a run's configuration cannot be edited: start a new run with key=value overrides"
 
 
@@ -101,6 +105,12 @@ class Config:
         for name in ("lr", "lr_scale"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but it must be positive and finite")
+        last = math.log(self.lr) + (self.iterations - 1) // self.lr_interval * math.log(self.lr_scale)
+        if max(math.log(self.lr), last) > math.log(_LARGEST_LR):
+            raise ConfigError(
+                f"lr is {self.lr} and lr_scale {self.lr_scale}, but in {self.iterations} iterations the learning rate "
+                f"must stay at most {_LARGEST_LR:g}"
+            )
         choices = {"engine": ("auto", "eager", "graph"), "precision": ("auto", "float32", "bfloat16")}
         for name, known in (("optimizer", ("adam", "sgd")), *choices.items()):
             if getattr(self, name) not in known:
