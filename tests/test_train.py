@@ -412,6 +412,8 @@ def test_problems_of_data_model_and_device_are_told_without_a_traceback(tmp_path
         "model=nomodule:f",
         "device=gpu",
         "device=cuda:99",
+        "device=meta",
+        "device=mps",
         "method=md-tanh-primal weight_decay=0.1",
         "batch_size=5000",
         "skip=nothing",

@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -184,10 +185,9 @@ class Config:
         """The device: CUDA where there is one, unless told."""
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-        except RuntimeError as error:
-            raise ConfigError(f"device is {self.device!r}, but it must be auto, cpu, cuda or cuda:N") from error
+        if not re.fullmatch(r"cpu|cuda|cuda:(0|[1-9]\d?)", self.device, re.ASCII):
+            raise ConfigError(f"device is {self.device!r}, but it must be auto, cpu, cuda or cuda:N")
+        device = torch.device(self.device)
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ConfigError(f"device is {self.device!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
         return device
