@@ -417,6 +417,9 @@ def test_problems_of_data_model_and_device_are_told_without_a_traceback(tmp_path
         "method=md-tanh-primal weight_decay=0.1",
         "batch_size=5000",
         "skip=nothing",
+        "model=resnet18",
+        "model=torch.nn:Identity",
+        "model=torch.nn:Identity method=ref",
     ):
         code = main(["train", DIGITS, *override.split(), "--out", str(tmp_path / override), "--quiet"])
         told = capsys.readouterr().err

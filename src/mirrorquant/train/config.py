@@ -158,8 +158,10 @@ class Config:
 
     def build_optimizer(self, model: nn.Module, batches_per_epoch: int) -> MirrorDescent:
         """The base optimizer of the recipe, wrapped."""
+        learnt = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not learnt:
+            raise ConfigError(f"model {self.model} has no parameter that requires a gradient: nothing can be trained")
         try:
-            learnt = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             groups = [{"params": learnt}] if self.method == "ref" else split(model, skip=self.skip)
         except ValueError as error:
             raise ConfigError(f"skip is {','.join(self.skip)}: {error}") from error
