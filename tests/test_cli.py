@@ -48,6 +48,12 @@ def test_eval_says_whether_the_weights_are_on_their_levels(run_folder, capsys):
     assert result["weights_off_their_levels"] == []
 
 
+def test_eval_says_that_a_float_network_has_no_levels(tmp_path, capsys):
+    assert main(["train", "digits/digitsnet/ref", *TINY, "--out", str(tmp_path / "ref"), "--quiet"]) == 0
+    assert main(["eval", str(tmp_path / "ref")]) == 0
+    assert capsys.readouterr().out.endswith("a float network: none of its tensors is quantized\n")
+
+
 def test_eval_repeats_the_test_accuracy_of_the_summary(run_folder, capsys):
     capsys.readouterr()
     main(["eval", str(run_folder), "--json"])

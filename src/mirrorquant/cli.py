@@ -184,11 +184,12 @@ def evaluate(options: argparse.Namespace) -> None:
         return
     print(f"{config.data} {options.split}: {result['accuracy']:.2f} % (loss {result['loss']:.4f})")
     count = sum(row["bits"] < 32 for row in layers(opt))
-    print(
-        f"off their levels: {off}"
-        if off
-        else f"all {count} quantized tensors are exactly on their {config.levels} levels"
-    )
+    if off:
+        print(f"off their levels: {off}")
+    elif count:
+        print(f"all {count} quantized tensors are exactly on their {config.levels} levels")
+    else:
+        print("a float network: none of its tensors is quantized")
 
 
 def _evaluate_file(options: argparse.Namespace) -> None:
