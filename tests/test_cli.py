@@ -176,7 +176,7 @@ def test_a_model_of_ones_own_is_named_for_its_packed_file(tmp_path, monkeypatch,
     assert main(["train", *TINY, "model=ownnet:net", "--out", "run", "--quiet"]) == 0
     assert main(["pack", "run"]) == 0
     assert main(["eval", "run/packed.safetensors"]) == 1
-    assert "pass one of the same structure" in capsys.readouterr().err
+    assert "pass one of the same structure, by --model MODULE:FUNCTION" in capsys.readouterr().err
     assert main(["eval", "run/packed.safetensors", "--model", "ownnet:net"]) == 0
     assert main(["export", "run/packed.safetensors", "--to", "onnx", "--model", "ownnet:net"]) == 0
 

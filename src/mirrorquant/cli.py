@@ -420,6 +420,11 @@ def _network(path: Path, builder: str | None = None) -> _Network:
     """The best rounded network of a run (its folder, or its best.mq), or of a packed file."""
     if path.suffix == PACKED:
         contents = packing.read(path)
+        if contents.architecture is None and builder is None:
+            raise PackError(
+                f"{path} holds a model that is not of this library: pass one of the same structure, by --model "
+                "MODULE:FUNCTION"
+            )
         own = None if builder is None else models.build(builder, _whole(contents.about.get("classes"), 10))
         return _Network(packing.load(path, own), contents.about, path.parent, path.stem)
     best = path / "best.mq" if path.is_dir() or not path.suffix else path
