@@ -124,6 +124,14 @@ def test_json_is_for_programs(tmp_path, capsys):
     assert sum(row["count"] for row in json.loads(capsys.readouterr().out)) == 11_164_362
 
 
+@pytest.mark.parametrize("text", ["null", "{}", '{"layers": 3}', '{"layers": [{}]}', '{"layers": []}', "[" * 100_000])
+def test_a_summary_that_was_altered_is_refused_in_one_line(text, run_folder, capsys):
+    capsys.readouterr()
+    (run_folder / "summary.json").write_text(text)
+    assert main(["summary", str(run_folder)]) == 1
+    assert capsys.readouterr().err.endswith("summary.json cannot be read: the run has not ended, or was altered\n")
+
+
 def test_summary_counts_bits_and_bytes(run_folder, capsys):
     capsys.readouterr()
     assert main(["summary", str(run_folder)]) == 0

@@ -33,7 +33,7 @@ from mirrorquant.data import load
 from mirrorquant.packing import PackError, kernels
 from mirrorquant.train import checkpoint, plots, recipes
 from mirrorquant.train.config import Config, ConfigError
-from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, layers
+from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, count_parameters, layers
 from mirrorquant.train.report import first_line
 from mirrorquant.train.tables import (
     FREE_KEYS,
@@ -338,10 +338,12 @@ def summary(options: argparse.Namespace) -> None:
 
 def _summary_of(folder: Path) -> dict[str, Any]:
     Config.load(folder / "config.json")
+    path = folder / "summary.json"
     try:
-        content: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / 'summary.json'} cannot be read: the run has not ended, or was altered") from error
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        count_parameters(content["layers"])
+    except (OSError, ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: the run has not ended, or was altered") from error
     return content
 
 
