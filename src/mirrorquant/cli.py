@@ -224,7 +224,7 @@ def _evaluate_file(options: argparse.Namespace) -> None:
 def pack(options: argparse.Namespace) -> None:
     """Writes the best rounded network of a run at one bit a weight."""
     network = _network(options.what)
-    path = options.out or network.folder / f"packed{PACKED}"
+    path = _output(options.out, network.folder / f"packed{PACKED}")
     packing.save(network.model, path, about=network.about)
     contents = packing.read(path)
     if options.json:
@@ -245,13 +245,20 @@ def export(options: argparse.Namespace) -> None:
     shape = options.shape or network.about.get("shape")
     if not isinstance(shape, list) or not all(_whole(size, 0) for size in shape):
         raise PackError(f"{options.what} does not say what it takes: tell by --shape, as in --shape 3x32x32")
-    path = options.out or network.folder / (network.name + {"onnx": ".onnx", "openvino": ".xml"}[options.to])
+    path = _output(options.out, network.folder / (network.name + {"onnx": ".onnx", "openvino": ".xml"}[options.to]))
     packing.export(network.model, path, shape, to=options.to)
     written = [path] if options.to == "onnx" else [path, path.with_suffix(".bin")]
     for file in written:
         print(f"wrote {file}: {file.stat().st_size:,} bytes")
     if options.to == "onnx":
         print(f"\nnext:\n  mirrorquant eval {path} --data {network.about.get('data', 'NAME')}          in ONNX Runtime")
+
+
+def _output(told: Path | None, otherwise: Path) -> Path:
+    """The file to write, whose ending says what it is."""
+    if told is not None and told.suffix != otherwise.suffix:
+        raise PackError(f"{told} must end in {otherwise.suffix}, by which what is in it is recognized")
+    return told or otherwise
 
 
 def show_kernels(options: argparse.Namespace) -> None:
