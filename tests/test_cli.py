@@ -279,6 +279,13 @@ def test_an_interrupted_process_exits_with_143_and_resumes(tmp_path):
     assert "Traceback" not in told
 
 
+def test_an_output_without_unicode_shows_what_it_can():
+    command = [sys.executable, "-m", "mirrorquant", "methods"]
+    told = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert "bc            BinaryConnect: sign(w?) forward" in told.stdout
+
+
 def readme_commands(root):
     fences = re.findall(r"^```sh\n(.*?)^```", (root / "README.md").read_text(), re.M | re.S)
     return [line.split("#")[0].strip() for fence in fences for line in fence.splitlines() if line.strip()]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import io
 import json
 import re
 import sys
@@ -54,6 +55,8 @@ DEFAULT = "digits/digitsnet/binary/md-tanh-s"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; what is wrong is told in one line."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows β as ?
     parser, commands = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and not given[0].startswith("-") and given[0] not in commands:
@@ -84,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mirrorquant: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"mirrorquant: {error.filename} cannot be read or written ({error.strerror})", file=sys.stderr)
+        place = error.filename or "the output"
+        print(f"mirrorquant: {place} cannot be read or written ({error.strerror})", file=sys.stderr)
         return 1
     return 0
 
