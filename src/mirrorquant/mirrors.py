@@ -38,6 +38,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mirrorquant.levels import Levels
@@ -348,15 +349,18 @@ class ShiftedTanh(NumericalMirror):
     def divergence(self, p: Tensor, q: Tensor, beta: Beta = 1.0) -> Tensor:
         """The tanh divergences of the single steps, weighted with their heights: each term is non-negative.
 
-        A step's (1 ± tanh z)/2 are σ(±2z), which keep their precision where the step saturates.
+        A step's (1 ± tanh z)/2 are σ(±2z), which keep their precision where the step saturates; where they underflow,
+        their logarithms do not.
         """
         scale = 2 * beta / self.levels.radius
         x_p, x_q = self._root(p, beta), self._root(q, beta)
         total = torch.zeros_like(x_p)
         for low, high, t in zip(self.levels, self.levels[1:], self.levels.thresholds, strict=False):
             for side in (-scale, scale):
-                a, b = torch.sigmoid(side * (x_p - t)), torch.sigmoid(side * (x_q - t))
-                total = total + (high - low) * relative_entropy(a - b, b)
+                z_p, z_q = side * (x_p - t), side * (x_q - t)
+                a, b = torch.sigmoid(z_p), torch.sigmoid(z_q)
+                far = a * (F.logsigmoid(z_p) - F.logsigmoid(z_q)) - (a - b)
+                total = total + (high - low) * torch.where(z_q < -700, far, relative_entropy(a - b, b))
         return (total / scale).to(p.dtype)
 
 
