@@ -207,6 +207,13 @@ def test_the_ternary_divergence_is_right_where_the_steps_saturate(beta):
     torch.testing.assert_close(ShiftedTanh(TERNARY).divergence(p, q, beta), expected, rtol=0, atol=4 / beta + 1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_arguments_can_be_given_by_name(dtype):
+    w = torch.tensor([0.25, -0.5], dtype=dtype)
+    assert torch.equal(Tanh().project(dual=w, beta=3.0), Tanh().project(w, 3.0))
+    assert torch.equal(Sigmoid().divergence(q=w.abs(), p=w.abs() / 2), Sigmoid().divergence(w.abs() / 2, w.abs()))
+
+
 def test_scaling_the_levels_scales_the_projection():
     x = torch.linspace(-2, 2, 33, dtype=torch.float64)
     scaled = ShiftedTanh(0.1 * TERNARY).project(0.1 * x, 7.0)

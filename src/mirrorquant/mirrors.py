@@ -32,6 +32,7 @@ tensor([1.])
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -52,11 +53,14 @@ _F = TypeVar("_F", bound=Callable[..., Tensor])
 def in_full_precision(function: _F) -> _F:
     """Computes half-precision arguments in float32 and rounds the result once, at the end."""
 
+    first = list(inspect.signature(function).parameters)[1]
+
     @functools.wraps(function)
-    def wrapped(self: Any, point: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        point: Tensor = args[0] if args else kwargs[first]
         if point.dtype.itemsize >= 4:
-            return function(self, point, *args, **kwargs)
-        wide = [a.float() if isinstance(a, Tensor) else a for a in (point, *args)]
+            return function(self, *args, **kwargs)
+        wide = [a.float() if isinstance(a, Tensor) else a for a in args]
         kwargs = {k: v.float() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
         return function(self, *wide, **kwargs).to(point.dtype)
 
@@ -399,8 +403,8 @@ def mirror_from(projection: Callable[[Tensor], Tensor], interval: tuple[float, f
     """Theorem 1 in code: a mirror from any strictly increasing map of the real line onto an open interval.
 
     ``projection`` is called with float64 tensors (and with the weights' own dtype in training), elementwise. Inverse,
-    potential and divergence are derived numerically, to about 1e-6 for maps that rise over a scale of order one.
-    A map that is not increasing, or does not reach the ends of its interval, is refused.
+    potential and divergence are derived numerically, to about 1e-6 for maps that rise around zero, over a scale of
+    order one. A map that is not increasing, or does not reach the ends of its interval, is refused.
 
     >>> mirror = mirror_from(torch.tanh, (-1, 1))
     >>> mirror.potential(torch.tensor([0.5])), Tanh().potential(torch.tensor([0.5]))
