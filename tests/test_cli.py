@@ -231,6 +231,9 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["plots", "--out", "/dev/null/figures"], 1, "/dev/null/figures"),
         (["train", *TINY, "--quiet", "--results", "/dev/null/results"], 1, "/dev/null/results cannot be read or"),
         (["train", "data=cifar10", "data_root=nowhere"], 1, "cifar-10-batches-bin"),
+        (["train", "momentum=0.5"], 1, "momentum changes nothing here, since optimizer is adam"),
+        (["train", "method=bc", "beta_scale=1.1"], 1, "beta_scale changes nothing here, since method is bc"),
+        (["train", "model=resnet18", "width=16"], 1, "width changes nothing here, since model is resnet18"),
     ],
 )
 def test_wrong_input_is_told_in_one_line(arguments, code, message, capsys, tmp_path, monkeypatch):

@@ -106,6 +106,8 @@ def train(options: argparse.Namespace) -> None:
         run = Run.resume(options.resume, quiet=options.quiet)
     else:
         config = Config.from_recipe(options.recipe or DEFAULT, options.overrides)
+        if idle := [f"{key} changes nothing here, since {why}" for key, why in config.idle_overrides().items()]:
+            raise ConfigError(f"{', and '.join(idle)}: leave it out")
         run = Run(config, options.out or _folder(config), quiet=options.quiet)
     summary = run.train()
     if options.results:

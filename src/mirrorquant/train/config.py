@@ -37,6 +37,7 @@ _RANGES = (
     (("seed",), -(2**63), 2**63 - 1),
 )
 _LARGEST_LR = 100.0  # times the largest beta, and ten for Adam's first step, it is still a float32
+_NO_BETA = ("ref", "bc", "pq")
 _REMEDY = "a run's configuration cannot be edited: start a new run with key=value overrides"
 
 
@@ -177,6 +178,20 @@ class Config:
             return MirrorDescent(base, method=self.build_method(), anneal=schedule)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+    def idle_overrides(self) -> dict[str, str]:
+        """The overrides that change nothing here, each with what it is that does not use them."""
+        users = {
+            "momentum": ("optimizer", self.optimizer == "sgd"),
+            "pq_rate": ("method", self.method == "pq"),
+            "stem_stride": ("model", self.model == "resnet18"),
+            "width": ("model", self.model == "digitsnet"),
+            "affine": ("model", ":" not in self.model),
+            **dict.fromkeys(("levels", "skip", "finalize_at"), ("method", self.method != "ref")),
+            **dict.fromkeys(("beta_scale", "beta_interval", "beta_cap"), ("method", self.method not in _NO_BETA)),
+        }
+        idle = {key: by for key, (by, used) in users.items() if key in self.overrides and not used}
+        return {key: f"{by} is {getattr(self, by)}" for key, by in idle.items()}
 
     def lr_at(self, step: int) -> float:
         """The learning rate of iteration ``step``: scaled every ``lr_interval`` iterations."""
