@@ -198,6 +198,9 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
     capsys.readouterr()
     for arguments, message in (
         (["pack", str(tmp_path / "ref")], "is a float network: only a quantized one has bits to pack"),
+        (["eval", str(run_folder), "--data-root", "elsewhere"], "--data, --data-root and --model are for files"),
+        (["eval", str(tmp_path / "no.onnx"), "--data", "digits", "--model", "a:b"], "--model is for packed files"),
+        (["export", str(run_folder), "--to", "onnx", "--model", "a:b"], "--model is for packed files"),
         (["pack", str(run_folder), "-o", "net.bin"], "net.bin must end in .safetensors"),
         (["export", str(run_folder), "--to", "onnx", "-o", "net"], "net must end in .onnx"),
         (["export", str(run_folder), "--to", "openvino", "-o", "net.onnx"], "net.onnx must end in .xml"),

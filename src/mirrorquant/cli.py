@@ -175,8 +175,8 @@ def evaluate(options: argparse.Namespace) -> None:
     """Evaluates the best rounded network of a run, or what was made from it."""
     if options.folder.suffix in (PACKED, ".onnx"):
         return _evaluate_file(options)
-    if options.data or options.model:
-        raise ConfigError("--data and --model are for files: a run knows both")
+    if options.data or options.data_root or options.model:
+        raise ConfigError("--data, --data-root and --model are for files: a run knows them")
     config, state = _best(options.folder)
     data = load(config.data, config.data_root).to(config.torch_device)
     model, opt = _model(config, len(data.classes), data.shape[0])
@@ -201,6 +201,8 @@ def evaluate(options: argparse.Namespace) -> None:
 def _evaluate_file(options: argparse.Namespace) -> None:
     """Evaluates a packed file, or an ONNX file in ONNX Runtime."""
     path, name = options.folder, options.data
+    if options.model and path.suffix != PACKED:
+        raise ConfigError(f"--model is for packed files: {path} holds its own")
     packed = _network(path, options.model) if path.suffix == PACKED else None
     told = packed.about.get("data") if packed else None
     name = name or (told if isinstance(told, str) and ":" not in told else None)
@@ -213,7 +215,7 @@ def _evaluate_file(options: argparse.Namespace) -> None:
         from mirrorquant.packing.to_onnx import OnnxModel
 
         model, how = OnnxModel(path), "run by ONNX Runtime"
-    data = load(name, options.data_root)
+    data = load(name, options.data_root or "data")
     result: dict[str, Any] = {"file": str(path), "split": options.split, "bytes": path.stat().st_size}
     try:
         result["accuracy"], result["loss"] = accuracy(model, getattr(data, options.split), data)
@@ -442,6 +444,8 @@ def _network(path: Path, builder: str | None = None) -> _Network:
             )
         own = None if builder is None else models.build(builder, _whole(contents.about.get("classes"), 10))
         return _Network(packing.load(path, own), contents.about, path.parent, path.stem)
+    if builder is not None:
+        raise ConfigError(f"--model is for packed files: {path} is a run, which knows its model")
     best = path / "best.mq" if path.is_dir() or not path.suffix else path
     config = Config.load(path / "config.json") if best != path else None
     state = checkpoint.load(best)
@@ -524,7 +528,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub.add_argument("folder", type=_run, metavar="RUN-OR-FILE", help=f"a run, a packed *{PACKED}, or an *.onnx file")
     sub.add_argument("--split", default="test", choices=["train", "val", "test"])
     sub.add_argument("--data", help="of a file: the data set, unless the file tells")
-    sub.add_argument("--data-root", default="data", help="of a file: where data sets are")
+    sub.add_argument("--data-root", help="of a file: where data sets are; data/ unless told")
     sub.add_argument(
         "--model", metavar="MODULE:FUNCTION", help="of a packed file: what builds the model, if it is yours"
     )
