@@ -276,6 +276,14 @@ def test_mutated_files_are_refused_by_name(finished, tmp_path, name, capsys):
     assert refused > 60
 
 
+def test_a_run_that_has_lost_its_checkpoints_says_that_it_begins_anew(tmp_path, capsys):
+    Run(config("iterations=2"), tmp_path / "run").train()
+    assert "anew" not in capsys.readouterr().err
+    (tmp_path / "run" / "checkpoint.mq").unlink()
+    Run.resume(tmp_path / "run").train()
+    assert f"there is no checkpoint in {tmp_path / 'run'}: beginning anew" in capsys.readouterr().err
+
+
 def test_a_checkpoint_of_another_configuration_is_refused(finished, tmp_path):
     other = tmp_path / "other"
     killed(other, config("seed=9"), at_step=13)

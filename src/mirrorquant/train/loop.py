@@ -386,6 +386,8 @@ class Run:
     def _load_checkpoint(self) -> None:
         state = checkpoint.load_newest(self.folder / "checkpoint.mq", self.messages.append)
         if state is None:
+            if (self.folder / "metrics.jsonl").exists():
+                self.messages.append(f"there is no checkpoint in {self.folder}: beginning anew")
             return
         if state.get("config") != self.config.text():
             raise RunError(f"{self.folder / 'checkpoint.mq'} belongs to another configuration than config.json")
