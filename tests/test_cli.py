@@ -48,6 +48,12 @@ def test_eval_says_whether_the_weights_are_on_their_levels(run_folder, capsys):
     assert result["weights_off_their_levels"] == []
 
 
+def test_eval_says_that_a_float_network_has_no_levels(tmp_path, capsys):
+    assert main(["train", "digits/digitsnet/ref", *TINY, "--out", str(tmp_path / "ref"), "--quiet"]) == 0
+    assert main(["eval", str(tmp_path / "ref")]) == 0
+    assert capsys.readouterr().out.endswith("a float network: none of its tensors is quantized\n")
+
+
 def test_eval_repeats_the_test_accuracy_of_the_summary(run_folder, capsys):
     capsys.readouterr()
     main(["eval", str(run_folder), "--json"])
@@ -85,6 +91,12 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
     assert "names a method twice" in capsys.readouterr().err
 
 
+def test_a_comparison_with_an_unknown_method_is_refused_before_anything_trains(tmp_path, capsys):
+    assert main(["compare", *TINY, "--methods", "ref,bcc", "--quiet", "--out", str(tmp_path / "all")]) == 1
+    assert "no recipe 'digits/digitsnet/binary/bcc'" in capsys.readouterr().err
+    assert not (tmp_path / "all").exists()
+
+
 def test_the_file_of_a_runs_network_stands_for_the_run(tmp_path, capsys):
     run = tmp_path / "run"
     assert main(["train", *TINY, "--quiet", "--out", str(run)]) == 0
@@ -110,6 +122,14 @@ def test_json_is_for_programs(tmp_path, capsys):
     assert "md-tanh-s" in json.loads(capsys.readouterr().out)
     assert main(["summary", "cifar10/resnet18/binary/md-tanh-s", "--json"]) == 0
     assert sum(row["count"] for row in json.loads(capsys.readouterr().out)) == 11_164_362
+
+
+@pytest.mark.parametrize("text", ["null", "{}", '{"layers": 3}', '{"layers": [{}]}', '{"layers": []}', "[" * 100_000])
+def test_a_summary_that_was_altered_is_refused_in_one_line(text, run_folder, capsys):
+    capsys.readouterr()
+    (run_folder / "summary.json").write_text(text)
+    assert main(["summary", str(run_folder)]) == 1
+    assert capsys.readouterr().err.endswith("summary.json cannot be read: the run has not ended, or was altered\n")
 
 
 def test_summary_counts_bits_and_bytes(run_folder, capsys):
@@ -164,7 +184,7 @@ def test_a_model_of_ones_own_is_named_for_its_packed_file(tmp_path, monkeypatch,
     assert main(["train", *TINY, "model=ownnet:net", "--out", "run", "--quiet"]) == 0
     assert main(["pack", "run"]) == 0
     assert main(["eval", "run/packed.safetensors"]) == 1
-    assert "pass one of the same structure" in capsys.readouterr().err
+    assert "pass one of the same structure, by --model MODULE:FUNCTION" in capsys.readouterr().err
     assert main(["eval", "run/packed.safetensors", "--model", "ownnet:net"]) == 0
     assert main(["export", "run/packed.safetensors", "--to", "onnx", "--model", "ownnet:net"]) == 0
 
@@ -178,6 +198,12 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
     capsys.readouterr()
     for arguments, message in (
         (["pack", str(tmp_path / "ref")], "is a float network: only a quantized one has bits to pack"),
+        (["eval", str(run_folder), "--data-root", "elsewhere"], "--data, --data-root and --model are for files"),
+        (["eval", str(tmp_path / "no.onnx"), "--data", "digits", "--model", "a:b"], "--model is for packed files"),
+        (["export", str(run_folder), "--to", "onnx", "--model", "a:b"], "--model is for packed files"),
+        (["pack", str(run_folder), "-o", "net.bin"], "net.bin must end in .safetensors"),
+        (["export", str(run_folder), "--to", "onnx", "-o", "net"], "net must end in .onnx"),
+        (["export", str(run_folder), "--to", "openvino", "-o", "net.onnx"], "net.onnx must end in .xml"),
         (["summary", str(broken)], "broken.safetensors is damaged or was altered"),
         (["eval", str(broken)], "broken.safetensors is damaged or was altered"),
         (["export", str(broken), "--to", "onnx"], "broken.safetensors is damaged or was altered"),
@@ -208,6 +234,9 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["plots", "--out", "/dev/null/figures"], 1, "/dev/null/figures"),
         (["train", *TINY, "--quiet", "--results", "/dev/null/results"], 1, "/dev/null/results cannot be read or"),
         (["train", "data=cifar10", "data_root=nowhere"], 1, "cifar-10-batches-bin"),
+        (["train", "momentum=0.5"], 1, "momentum changes nothing here, since optimizer is adam"),
+        (["train", "method=bc", "beta_scale=1.1"], 1, "beta_scale changes nothing here, since method is bc"),
+        (["train", "model=resnet18", "width=16"], 1, "width changes nothing here, since model is resnet18"),
     ],
 )
 def test_wrong_input_is_told_in_one_line(arguments, code, message, capsys, tmp_path, monkeypatch):
@@ -254,6 +283,13 @@ def test_an_interrupted_process_exits_with_143_and_resumes(tmp_path):
     assert process.returncode == 143
     assert f"continue with mirrorquant train --resume {folder}" in told
     assert "Traceback" not in told
+
+
+def test_an_output_without_unicode_shows_what_it_can():
+    command = [sys.executable, "-m", "mirrorquant", "methods"]
+    told = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert "bc            BinaryConnect: sign(w?) forward" in told.stdout
 
 
 def readme_commands(root):

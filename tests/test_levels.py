@@ -23,6 +23,12 @@ def test_nearest_is_the_level_at_the_smallest_distance(values, weights):
         assert abs(w - q) == min(abs(w - level) for level in values)
 
 
+@pytest.mark.parametrize("text", ["binary", "01"])
+def test_text_is_no_level_set(text):
+    with pytest.raises(ValueError, match=rf"levels are '{text}', but they must be numbers: try mq.BINARY"):
+        Levels.of(text)
+
+
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_the_sign_of_zero_is_plus_one(zero):
     assert BINARY.nearest(torch.tensor([zero])).item() == 1.0

@@ -199,6 +199,21 @@ def test_ternary_projection_is_the_papers():
     torch.testing.assert_close(ShiftedTanh(TERNARY).project(x, 3.0), paper)
 
 
+@pytest.mark.parametrize("beta", [300.0, 1e4, 1e8])
+def test_the_ternary_divergence_is_right_where_the_steps_saturate(beta):
+    """There Φ is |w|/2 but for 1/β: from 0.5 to −0.5 the tangent climbs past it by 0.5."""
+    p, q = torch.tensor([-0.5, 0.5, -0.6], dtype=torch.float64), torch.tensor([0.5, -0.5, 0.2], dtype=torch.float64)
+    expected = torch.tensor([0.5, 0.5, 0.6], dtype=torch.float64)
+    torch.testing.assert_close(ShiftedTanh(TERNARY).divergence(p, q, beta), expected, rtol=0, atol=4 / beta + 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_arguments_can_be_given_by_name(dtype):
+    w = torch.tensor([0.25, -0.5], dtype=dtype)
+    assert torch.equal(Tanh().project(dual=w, beta=3.0), Tanh().project(w, 3.0))
+    assert torch.equal(Sigmoid().divergence(q=w.abs(), p=w.abs() / 2), Sigmoid().divergence(w.abs() / 2, w.abs()))
+
+
 def test_scaling_the_levels_scales_the_projection():
     x = torch.linspace(-2, 2, 33, dtype=torch.float64)
     scaled = ShiftedTanh(0.1 * TERNARY).project(0.1 * x, 7.0)

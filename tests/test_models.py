@@ -132,6 +132,7 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> str:
         with_classes=lambda classes, width=4: nn.Linear(width, classes),
         without_classes=lambda: nn.Linear(4, 3),
         not_a_model=lambda: 5,
+        with_more=lambda classes, depth: nn.Linear(depth, classes),
     )
     monkeypatch.setitem(sys.modules, "my_networks", module)
     return "my_networks"
@@ -150,6 +151,9 @@ def test_build_calls_a_function_of_the_user(mine: str) -> None:
         ("my_networks:with_clases", "no function 'with_clases' in module 'my_networks'; did you mean 'with_classes'"),
         ("my_networks:not_a_model", "returned int, expected an nn.Module"),
         ("no_such_package.networks:net", "no module 'no_such_package'"),
+        ("my_networks:with_more", r"cannot be called with \['classes'\] alone: missing a required argument: 'depth'"),
+        (":net", "expected 'module:function'"),
+        (".networks:net", "expected 'module:function'"),
     ],
 )
 def test_build_says_what_is_wrong_with_a_function_of_the_user(mine: str, name: str, message: str) -> None:

@@ -276,6 +276,14 @@ def test_mutated_files_are_refused_by_name(finished, tmp_path, name, capsys):
     assert refused > 60
 
 
+def test_a_run_that_has_lost_its_checkpoints_says_that_it_begins_anew(tmp_path, capsys):
+    Run(config("iterations=2"), tmp_path / "run").train()
+    assert "anew" not in capsys.readouterr().err
+    (tmp_path / "run" / "checkpoint.mq").unlink()
+    Run.resume(tmp_path / "run").train()
+    assert f"there is no checkpoint in {tmp_path / 'run'}: beginning anew" in capsys.readouterr().err
+
+
 def test_a_checkpoint_of_another_configuration_is_refused(finished, tmp_path):
     other = tmp_path / "other"
     killed(other, config("seed=9"), at_step=13)
@@ -376,6 +384,13 @@ def test_a_full_disk_ends_with_a_clear_error_and_the_last_good_checkpoint(tmp_pa
         (["threads=-1"], "threads is -1, but it must be at least 0"),
         (["recalibrate=-5"], "recalibrate is -5, but it must be at least 0"),
         (["iterations=0"], "at least 1"),
+        ([f"iterations=1{'0' * 400}"], r"must be at most 1e\+15"),
+        (["width=99999999"], "width is 99999999, but it must be at most 4096"),
+        (["threads=99999999999"], "threads is 99999999999, but it must be at most 1024"),
+        ([f"seed={2**63}"], "seed is 9223372036854775808, but it must be at most"),
+        (["momentum=inf"], r"momentum is inf, but it must be at most 1e\+35"),
+        (["lr=1e39"], r"lr is 1e\+39 and lr_scale 0.1, but .* must stay at most 100"),
+        (["lr_scale=1e300", "lr_interval=1"], r"lr_scale 1e\+300, but in 800 iterations the learning rate must stay"),
         (["optimizer=lion"], "one of adam, sgd"),
         (["method=md-tanhs"], "did you mean 'md-tanh-s'"),
         (["levels=1,0"], "increase strictly"),
@@ -405,9 +420,14 @@ def test_problems_of_data_model_and_device_are_told_without_a_traceback(tmp_path
         "model=nomodule:f",
         "device=gpu",
         "device=cuda:99",
+        "device=meta",
+        "device=mps",
         "method=md-tanh-primal weight_decay=0.1",
         "batch_size=5000",
         "skip=nothing",
+        "model=resnet18",
+        "model=torch.nn:Identity",
+        "model=torch.nn:Identity method=ref",
     ):
         code = main(["train", DIGITS, *override.split(), "--out", str(tmp_path / override), "--quiet"])
         told = capsys.readouterr().err

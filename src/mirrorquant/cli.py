@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import io
 import json
 import re
 import sys
@@ -33,7 +34,7 @@ from mirrorquant.data import load
 from mirrorquant.packing import PackError, kernels
 from mirrorquant.train import checkpoint, plots, recipes
 from mirrorquant.train.config import Config, ConfigError
-from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, layers
+from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, count_parameters, layers
 from mirrorquant.train.report import first_line
 from mirrorquant.train.tables import (
     FREE_KEYS,
@@ -54,6 +55,8 @@ DEFAULT = "digits/digitsnet/binary/md-tanh-s"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; what is wrong is told in one line."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows β as ?
     parser, commands = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and not given[0].startswith("-") and given[0] not in commands:
@@ -84,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mirrorquant: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"mirrorquant: {error.filename} cannot be read or written ({error.strerror})", file=sys.stderr)
+        place = error.filename or "the output"
+        print(f"mirrorquant: {place} cannot be read or written ({error.strerror})", file=sys.stderr)
         return 1
     return 0
 
@@ -102,6 +106,8 @@ def train(options: argparse.Namespace) -> None:
         run = Run.resume(options.resume, quiet=options.quiet)
     else:
         config = Config.from_recipe(options.recipe or DEFAULT, options.overrides)
+        if idle := [f"{key} changes nothing here, since {why}" for key, why in config.idle_overrides().items()]:
+            raise ConfigError(f"{', and '.join(idle)}: leave it out")
         run = Run(config, options.out or _folder(config), quiet=options.quiet)
     summary = run.train()
     if options.results:
@@ -128,16 +134,14 @@ def compare(options: argparse.Namespace) -> None:
     chosen = options.methods.split(",")
     if len(set(chosen)) < len(chosen):
         raise ConfigError(f"--methods is {options.methods}, which names a method twice")
-    for method in chosen:
-        name = f"{options.task}/ref" if method == "ref" else f"{options.task}/{options.levels}/{method}"
-        for seed in range(options.seeds):
-            config = Config.from_recipe(name, [*options.overrides, f"seed={seed}"])
-            run = _begun(config, folder / f"{method}-seed{seed}", options)
-            summary = run.train()
-            if options.results:
-                _keep(summary, options.results)
-            rows.append(compare_row(summary))
-            folders.append(run.folder)
+    configs = [(method, seed, _compared(options, method, seed)) for method in chosen for seed in range(options.seeds)]
+    for method, seed, config in configs:
+        run = _begun(config, folder / f"{method}-seed{seed}", options)
+        summary = run.train()
+        if options.results:
+            _keep(summary, options.results)
+        rows.append(compare_row(summary))
+        folders.append(run.folder)
     if options.json:
         print(json.dumps(rows))
         return
@@ -150,6 +154,12 @@ def compare(options: argparse.Namespace) -> None:
     print(
         "  mirrorquant train DATA/MODEL/... model=mymodule:myfunction data=folder:PATH     a model and images of yours"
     )
+
+
+def _compared(options: argparse.Namespace, method: str, seed: int) -> Config:
+    """One run of a comparison; made for all of them before the first one trains."""
+    name = f"{options.task}/ref" if method == "ref" else f"{options.task}/{options.levels}/{method}"
+    return Config.from_recipe(name, [*options.overrides, f"seed={seed}"])
 
 
 def _begun(config: Config, folder: Path, options: argparse.Namespace) -> Run:
@@ -165,8 +175,8 @@ def evaluate(options: argparse.Namespace) -> None:
     """Evaluates the best rounded network of a run, or what was made from it."""
     if options.folder.suffix in (PACKED, ".onnx"):
         return _evaluate_file(options)
-    if options.data or options.model:
-        raise ConfigError("--data and --model are for files: a run knows both")
+    if options.data or options.data_root or options.model:
+        raise ConfigError("--data, --data-root and --model are for files: a run knows them")
     config, state = _best(options.folder)
     data = load(config.data, config.data_root).to(config.torch_device)
     model, opt = _model(config, len(data.classes), data.shape[0])
@@ -180,16 +190,19 @@ def evaluate(options: argparse.Namespace) -> None:
         return
     print(f"{config.data} {options.split}: {result['accuracy']:.2f} % (loss {result['loss']:.4f})")
     count = sum(row["bits"] < 32 for row in layers(opt))
-    print(
-        f"off their levels: {off}"
-        if off
-        else f"all {count} quantized tensors are exactly on their {config.levels} levels"
-    )
+    if off:
+        print(f"off their levels: {off}")
+    elif count:
+        print(f"all {count} quantized tensors are exactly on their {config.levels} levels")
+    else:
+        print("a float network: none of its tensors is quantized")
 
 
 def _evaluate_file(options: argparse.Namespace) -> None:
     """Evaluates a packed file, or an ONNX file in ONNX Runtime."""
     path, name = options.folder, options.data
+    if options.model and path.suffix != PACKED:
+        raise ConfigError(f"--model is for packed files: {path} holds its own")
     packed = _network(path, options.model) if path.suffix == PACKED else None
     told = packed.about.get("data") if packed else None
     name = name or (told if isinstance(told, str) and ":" not in told else None)
@@ -202,7 +215,7 @@ def _evaluate_file(options: argparse.Namespace) -> None:
         from mirrorquant.packing.to_onnx import OnnxModel
 
         model, how = OnnxModel(path), "run by ONNX Runtime"
-    data = load(name, options.data_root)
+    data = load(name, options.data_root or "data")
     result: dict[str, Any] = {"file": str(path), "split": options.split, "bytes": path.stat().st_size}
     try:
         result["accuracy"], result["loss"] = accuracy(model, getattr(data, options.split), data)
@@ -219,7 +232,7 @@ def _evaluate_file(options: argparse.Namespace) -> None:
 def pack(options: argparse.Namespace) -> None:
     """Writes the best rounded network of a run at one bit a weight."""
     network = _network(options.what)
-    path = options.out or network.folder / f"packed{PACKED}"
+    path = _output(options.out, network.folder / f"packed{PACKED}")
     packing.save(network.model, path, about=network.about)
     contents = packing.read(path)
     if options.json:
@@ -240,13 +253,20 @@ def export(options: argparse.Namespace) -> None:
     shape = options.shape or network.about.get("shape")
     if not isinstance(shape, list) or not all(_whole(size, 0) for size in shape):
         raise PackError(f"{options.what} does not say what it takes: tell by --shape, as in --shape 3x32x32")
-    path = options.out or network.folder / (network.name + {"onnx": ".onnx", "openvino": ".xml"}[options.to])
+    path = _output(options.out, network.folder / (network.name + {"onnx": ".onnx", "openvino": ".xml"}[options.to]))
     packing.export(network.model, path, shape, to=options.to)
     written = [path] if options.to == "onnx" else [path, path.with_suffix(".bin")]
     for file in written:
         print(f"wrote {file}: {file.stat().st_size:,} bytes")
     if options.to == "onnx":
         print(f"\nnext:\n  mirrorquant eval {path} --data {network.about.get('data', 'NAME')}          in ONNX Runtime")
+
+
+def _output(told: Path | None, otherwise: Path) -> Path:
+    """The file to write, whose ending says what it is."""
+    if told is not None and told.suffix != otherwise.suffix:
+        raise PackError(f"{told} must end in {otherwise.suffix}, by which what is in it is recognized")
+    return told or otherwise
 
 
 def show_kernels(options: argparse.Namespace) -> None:
@@ -333,10 +353,12 @@ def summary(options: argparse.Namespace) -> None:
 
 def _summary_of(folder: Path) -> dict[str, Any]:
     Config.load(folder / "config.json")
+    path = folder / "summary.json"
     try:
-        content: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / 'summary.json'} cannot be read: the run has not ended, or was altered") from error
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        count_parameters(content["layers"])
+    except (OSError, ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: the run has not ended, or was altered") from error
     return content
 
 
@@ -415,8 +437,15 @@ def _network(path: Path, builder: str | None = None) -> _Network:
     """The best rounded network of a run (its folder, or its best.mq), or of a packed file."""
     if path.suffix == PACKED:
         contents = packing.read(path)
+        if contents.architecture is None and builder is None:
+            raise PackError(
+                f"{path} holds a model that is not of this library: pass one of the same structure, by --model "
+                "MODULE:FUNCTION"
+            )
         own = None if builder is None else models.build(builder, _whole(contents.about.get("classes"), 10))
         return _Network(packing.load(path, own), contents.about, path.parent, path.stem)
+    if builder is not None:
+        raise ConfigError(f"--model is for packed files: {path} is a run, which knows its model")
     best = path / "best.mq" if path.is_dir() or not path.suffix else path
     config = Config.load(path / "config.json") if best != path else None
     state = checkpoint.load(best)
@@ -499,7 +528,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub.add_argument("folder", type=_run, metavar="RUN-OR-FILE", help=f"a run, a packed *{PACKED}, or an *.onnx file")
     sub.add_argument("--split", default="test", choices=["train", "val", "test"])
     sub.add_argument("--data", help="of a file: the data set, unless the file tells")
-    sub.add_argument("--data-root", default="data", help="of a file: where data sets are")
+    sub.add_argument("--data-root", help="of a file: where data sets are; data/ unless told")
     sub.add_argument(
         "--model", metavar="MODULE:FUNCTION", help="of a packed file: what builds the model, if it is yours"
     )

@@ -32,12 +32,14 @@ tensor([1.])
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mirrorquant.levels import Levels
@@ -51,11 +53,14 @@ _F = TypeVar("_F", bound=Callable[..., Tensor])
 def in_full_precision(function: _F) -> _F:
     """Computes half-precision arguments in float32 and rounds the result once, at the end."""
 
+    first = list(inspect.signature(function).parameters)[1]
+
     @functools.wraps(function)
-    def wrapped(self: Any, point: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        point: Tensor = args[0] if args else kwargs[first]
         if point.dtype.itemsize >= 4:
-            return function(self, point, *args, **kwargs)
-        wide = [a.float() if isinstance(a, Tensor) else a for a in (point, *args)]
+            return function(self, *args, **kwargs)
+        wide = [a.float() if isinstance(a, Tensor) else a for a in args]
         kwargs = {k: v.float() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
         return function(self, *wide, **kwargs).to(point.dtype)
 
@@ -348,15 +353,18 @@ class ShiftedTanh(NumericalMirror):
     def divergence(self, p: Tensor, q: Tensor, beta: Beta = 1.0) -> Tensor:
         """The tanh divergences of the single steps, weighted with their heights: each term is non-negative.
 
-        A step's (1 ± tanh z)/2 are σ(±2z), which keep their precision where the step saturates.
+        A step's (1 ± tanh z)/2 are σ(±2z), which keep their precision where the step saturates; where they underflow,
+        their logarithms do not.
         """
         scale = 2 * beta / self.levels.radius
         x_p, x_q = self._root(p, beta), self._root(q, beta)
         total = torch.zeros_like(x_p)
         for low, high, t in zip(self.levels, self.levels[1:], self.levels.thresholds, strict=False):
             for side in (-scale, scale):
-                a, b = torch.sigmoid(side * (x_p - t)), torch.sigmoid(side * (x_q - t))
-                total = total + (high - low) * relative_entropy(a - b, b)
+                z_p, z_q = side * (x_p - t), side * (x_q - t)
+                a, b = torch.sigmoid(z_p), torch.sigmoid(z_q)
+                far = a * (F.logsigmoid(z_p) - F.logsigmoid(z_q)) - (a - b)
+                total = total + (high - low) * torch.where(z_q < -700, far, relative_entropy(a - b, b))
         return (total / scale).to(p.dtype)
 
 
@@ -395,8 +403,8 @@ def mirror_from(projection: Callable[[Tensor], Tensor], interval: tuple[float, f
     """Theorem 1 in code: a mirror from any strictly increasing map of the real line onto an open interval.
 
     ``projection`` is called with float64 tensors (and with the weights' own dtype in training), elementwise. Inverse,
-    potential and divergence are derived numerically, to about 1e-6 for maps that rise over a scale of order one.
-    A map that is not increasing, or does not reach the ends of its interval, is refused.
+    potential and divergence are derived numerically, to about 1e-6 for maps that rise around zero, over a scale of
+    order one. A map that is not increasing, or does not reach the ends of its interval, is refused.
 
     >>> mirror = mirror_from(torch.tanh, (-1, 1))
     >>> mirror.potential(torch.tensor([0.5])), Tanh().potential(torch.tensor([0.5]))

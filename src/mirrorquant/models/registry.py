@@ -75,6 +75,10 @@ def build(name: str, classes: int, **options: Any) -> nn.Module:
         raise ModelError(
             f"model {name!r} does not take {unknown}, only {list(accepted)}: remove the option or fix its name"
         )
+    try:
+        inspect.signature(function).bind(**options)
+    except TypeError as error:
+        raise ModelError(f"model {name!r} cannot be called with {list(options)} alone: {error}") from error
     model = function(**options)
     if not isinstance(model, nn.Module):
         raise ModelError(f"{name!r} returned {type(model).__name__}, expected an nn.Module: return the model itself")
@@ -142,6 +146,8 @@ def _own(name: str) -> Callable[..., nn.Module]:
 
 def _imported(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
+    if not module_name or module_name.startswith("."):
+        raise ModelError(f"model {name!r}: expected 'module:function', with the module's full name before the colon")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -26,12 +27,17 @@ __all__ = ["Config", "ConfigError"]
 
 
 _RANGES = (
-    (("lr_interval", "beta_interval", "iterations", "batch_size", "eval_every", "log_every"), 1, math.inf),
-    (("width", "stem_stride"), 1, math.inf),
+    (("lr_interval", "beta_interval", "batch_size", "eval_every", "log_every"), 1, math.inf),
+    (("iterations",), 1, 1e15),
+    (("width", "stem_stride"), 1, 4096),
     (("beta_scale", "beta_cap"), 1, 1e35),
-    (("histogram_every", "checkpoint_every", "recalibrate", "threads"), 0, math.inf),
-    (("momentum", "weight_decay", "pq_rate"), 0, math.inf),
+    (("histogram_every", "checkpoint_every", "recalibrate"), 0, math.inf),
+    (("threads",), 0, 1024),
+    (("momentum", "weight_decay", "pq_rate"), 0, 1e35),
+    (("seed",), -(2**63), 2**63 - 1),
 )
+_LARGEST_LR = 100.0  # times the largest beta, and ten for Adam's first step, it is still a float32
+_NO_BETA = ("ref", "bc", "pq")
 _REMEDY = "a run's configuration cannot be edited: start a new run with key=value overrides"
 
 
@@ -101,6 +107,12 @@ class Config:
         for name in ("lr", "lr_scale"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but it must be positive and finite")
+        last = math.log(self.lr) + (self.iterations - 1) // self.lr_interval * math.log(self.lr_scale)
+        if max(math.log(self.lr), last) > math.log(_LARGEST_LR):
+            raise ConfigError(
+                f"lr is {self.lr} and lr_scale {self.lr_scale}, but in {self.iterations} iterations the learning rate "
+                f"must stay at most {_LARGEST_LR:g}"
+            )
         choices = {"engine": ("auto", "eager", "graph"), "precision": ("auto", "float32", "bfloat16")}
         for name, known in (("optimizer", ("adam", "sgd")), *choices.items()):
             if getattr(self, name) not in known:
@@ -147,8 +159,10 @@ class Config:
 
     def build_optimizer(self, model: nn.Module, batches_per_epoch: int) -> MirrorDescent:
         """The base optimizer of the recipe, wrapped."""
+        learnt = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not learnt:
+            raise ConfigError(f"model {self.model} has no parameter that requires a gradient: nothing can be trained")
         try:
-            learnt = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             groups = [{"params": learnt}] if self.method == "ref" else split(model, skip=self.skip)
         except ValueError as error:
             raise ConfigError(f"skip is {','.join(self.skip)}: {error}") from error
@@ -165,6 +179,20 @@ class Config:
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
+    def idle_overrides(self) -> dict[str, str]:
+        """The overrides that change nothing here, each with what it is that does not use them."""
+        users = {
+            "momentum": ("optimizer", self.optimizer == "sgd"),
+            "pq_rate": ("method", self.method == "pq"),
+            "stem_stride": ("model", self.model == "resnet18"),
+            "width": ("model", self.model == "digitsnet"),
+            "affine": ("model", ":" not in self.model),
+            **dict.fromkeys(("levels", "skip", "finalize_at"), ("method", self.method != "ref")),
+            **dict.fromkeys(("beta_scale", "beta_interval", "beta_cap"), ("method", self.method not in _NO_BETA)),
+        }
+        idle = {key: by for key, (by, used) in users.items() if key in self.overrides and not used}
+        return {key: f"{by} is {getattr(self, by)}" for key, by in idle.items()}
+
     def lr_at(self, step: int) -> float:
         """The learning rate of iteration ``step``: scaled every ``lr_interval`` iterations."""
         return self.lr * self.lr_scale ** (step // self.lr_interval)
@@ -174,10 +202,9 @@ class Config:
         """The device: CUDA where there is one, unless told."""
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-        except RuntimeError as error:
-            raise ConfigError(f"device is {self.device!r}, but it must be auto, cpu, cuda or cuda:N") from error
+        if not re.fullmatch(r"cpu|cuda|cuda:(0|[1-9]\d?)", self.device, re.ASCII):
+            raise ConfigError(f"device is {self.device!r}, but it must be auto, cpu, cuda or cuda:N")
+        device = torch.device(self.device)
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ConfigError(f"device is {self.device!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
         return device

@@ -234,8 +234,7 @@ class Run:
             x = x.contiguous(memory_format=torch.channels_last)
         self.model.train()
         self.opt.zero_grad()
-        with self._autocast():
-            loss = F.cross_entropy(self.network(x), y)
+        loss = self._loss(x, y)
         if self.device.type == "cpu" and not bool(torch.isfinite(loss)):
             self._refuse_nan(x)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -244,6 +243,17 @@ class Run:
         except ValueError as error:
             raise RunError(f"{error}. The last checkpoint in {self.folder} is intact") from error
         return loss.detach()
+
+    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+        try:
+            with self._autocast():
+                return F.cross_entropy(self.network(x), y)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            size, classes = "x".join(map(str, self.data.shape)), len(self.data.classes)
+            raise RunError(
+                f"model {self.config.model} cannot train on {self.config.data}, {classes} classes of {size} in batches "
+                f"of {len(x)}: {first_line(error)}"
+            ) from error
 
     def _autocast(self) -> torch.autocast | nullcontext[None]:
         if self.config.dtype == torch.float32:
@@ -376,6 +386,8 @@ class Run:
     def _load_checkpoint(self) -> None:
         state = checkpoint.load_newest(self.folder / "checkpoint.mq", self.messages.append)
         if state is None:
+            if (self.folder / "metrics.jsonl").exists():
+                self.messages.append(f"there is no checkpoint in {self.folder}: beginning anew")
             return
         if state.get("config") != self.config.text():
             raise RunError(f"{self.folder / 'checkpoint.mq'} belongs to another configuration than config.json")

@@ -394,7 +394,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise PlotError(f"{file}: no such file; is {file.parent} a run folder?") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PlotError(f"{file}: not readable as JSON ({error})") from error
     if not isinstance(content, dict):
         raise PlotError(f"{file}: expected a JSON object, found {type(content).__name__}")

@@ -196,7 +196,7 @@ def _read(file: Path) -> _Run | None:
     """The run that a file describes; None if it describes something else."""
     try:
         summary = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TableError(f"{file}: not readable as JSON ({error}); mend or remove it") from error
     if not isinstance(summary, dict) or "recipe" not in summary or file.name == "config.json":
         return None

@@ -1,4 +1,4 @@
-"""Recipes: the hyperparameters of every cell of the paper's tables, by name.
+"""Recipes: the hyperparameters of every CIFAR and TinyImageNet cell of the paper's tables, by name.
 
 A name says data set, model, levels and method as the tables do: ``cifar10/resnet18/binary/md-tanh-s``; the float
 network, REF, has no levels: ``cifar10/resnet18/ref``. PQ* and PMF* are ``pq-star`` and ``pmf-star``. The values are
