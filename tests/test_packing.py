@@ -357,6 +357,8 @@ class Block(nn.Module):
             return torch.relu(self.bn2(y) + x)
         if self.style == "broadcast":
             return F.relu(y + self.scale)
+        if self.style == "a size":
+            return F.relu(y + x.shape[-1])
         if self.style == "twice":
             return F.relu(y + y) + self.bn1(self.conv1(x))
         if self.style == "used again":
@@ -382,6 +384,7 @@ STYLES = [
     "in place",
     "input changed in between",
     "broadcast",
+    "a size",
     "twice",
     "used again",
     "method",
