@@ -465,6 +465,29 @@ def test_what_cannot_be_traced_runs_packed_and_says_so():
     assert same_state(mq.unpack(packed), model)
 
 
+class Mirrored(nn.Module):
+    """An autoencoder that decodes with the weight of its encoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return F.linear(self.encode(x).relu(), self.encode.weight.t())
+
+
+@torch.no_grad()
+def test_a_weight_that_is_used_apart_from_its_layer_is_cast_and_loaded_with_it():
+    model, x = on_levels(Mirrored()), torch.randn(3, 8)
+    with pytest.warns(UserWarning, match="uses the weight or bias of a packed layer apart"):
+        packed = mq.pack(model)
+    other = copy.deepcopy(model)
+    other.encode.weight.neg_()
+    packed.load_state_dict(mq.pack(other, fuse=False).state_dict())
+    torch.testing.assert_close(packed(x), other(x))
+    torch.testing.assert_close(packed.double()(x.double()), other.double()(x.double()))
+
+
 def test_hooks_are_not_lost():
     model = on_levels(nn.Sequential(nn.Sequential(nn.Linear(8, 4)), nn.Linear(4, 4)))
     model[0].register_forward_hook(lambda module, inputs, output: output + 100)

@@ -40,7 +40,8 @@ class _PackedLayer(nn.Module):
     """What the two have in common: bits, a bias, and the scale and shift of the kernels' last step.
 
     In a traced network a layer is called with ``fused=True``: then it does the work of the batch norm that follows it
-    and of the sign that precedes it, too. Called by itself it is the layer alone.
+    and of the sign that precedes it, too. Called by itself it is the layer alone. While it is ``traced`` its weight and
+    bias cannot be had as floats: these would be constants of the graph, which nothing moves, casts or loads.
     """
 
     prepared: Tensor
@@ -52,6 +53,7 @@ class _PackedLayer(nn.Module):
     norm: tuple[Norm, ...] = ()  # in a tuple, since it is another module's child
     activation = "float32"
     after_sign = False
+    traced = False
     groups = 1
 
     def __init__(self, weight: PackedTensor, bias: PackedTensor | Tensor | None) -> None:
@@ -89,12 +91,17 @@ class _PackedLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weights as floats, made anew at each call."""
-        return self.weight_bits.unpack()
+        return self._floats(self.weight_bits)
 
     @property
     def bias(self) -> Tensor | None:
         """The bias as floats."""
-        return self.bias_float if self.bias_bits is None else self.bias_bits.unpack()
+        return self.bias_float if self.bias_bits is None else self._floats(self.bias_bits)
+
+    def _floats(self, bits: PackedTensor) -> Tensor:
+        if self.traced:
+            raise PackError("it uses the weight or bias of a packed layer apart from the layer")
+        return bits.unpack()
 
     def fold(self, norm: Norm) -> None:
         """Takes over the work of a batch norm that follows, with the statistics that it has collected."""

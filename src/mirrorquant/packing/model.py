@@ -316,7 +316,14 @@ def trace(network: nn.Module) -> fx.Graph:
     hooked = [name or type(network).__name__ for name, module in network.named_modules() if _hooked(module)]
     if hooked:
         raise PackError(f"{hooked[0]} has a forward hook")
-    return _Tracer().trace(network)
+    layers = [module for module in network.modules() if isinstance(module, _PACKED)]
+    try:
+        for layer in layers:
+            layer.traced = True
+        return _Tracer().trace(network)
+    finally:
+        for layer in layers:
+            layer.traced = False
 
 
 def _trace(network: nn.Module) -> fx.Graph | None:
