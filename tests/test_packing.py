@@ -488,6 +488,29 @@ def test_a_weight_that_is_used_apart_from_its_layer_is_cast_and_loaded_with_it()
     torch.testing.assert_close(packed.double()(x.double()), other.double()(x.double()))
 
 
+class Remembers(nn.Module):
+    """Keeps what its layers computed, as for a loss on them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.utils.weight_norm(nn.Linear(8, 4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.hidden = self.first(x)
+        self.both = {"all": [self.hidden, self.second(self.hidden)]}
+        return self.both["all"][1]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated", "ignore:torch.fx cannot trace")
+def test_a_model_that_keeps_computed_tensors_can_be_packed():
+    model, x = Remembers().eval(), torch.randn(3, 8)
+    model.second.weight.data.sign_()
+    expected = model(x)
+    packed = mq.pack(model)
+    torch.testing.assert_close(packed(x), expected)
+    assert same_state(mq.unpack(packed), model)
+
+
 def test_hooks_are_not_lost():
     model = on_levels(nn.Sequential(nn.Sequential(nn.Linear(8, 4)), nn.Linear(4, 4)))
     model[0].register_forward_hook(lambda module, inputs, output: output + 100)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from mirrorquant.levels import Levels
 from mirrorquant.nn import BinaryActivation
@@ -202,12 +203,21 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 def filled(model: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
     """A copy of a model with these tensors in the places of its own; what is tied stays tied."""
-    memo: dict[int, Any] = {}
+    memo = _computed(model)
     for name, tensor in state(model):
         new = tensors[name].detach()
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
     return copy.deepcopy(model, memo)
+
+
+def _computed(model: nn.Module) -> dict[int, Any]:
+    """Copies of the tensors with a gradient's history that modules keep: activations, a weight under ``weight_norm``.
+
+    By their ids, as deepcopy looks for what it need not copy: it refuses such tensors.
+    """
+    kept = [value for module in model.modules() for value in tree_leaves(vars(module)) if isinstance(value, Tensor)]
+    return {id(tensor): tensor.detach().clone() for tensor in kept if not tensor.is_leaf}
 
 
 def _float(entry: Entry) -> Tensor:
