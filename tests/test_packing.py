@@ -511,6 +511,27 @@ def test_a_model_that_keeps_computed_tensors_can_be_packed():
     assert same_state(mq.unpack(packed), model)
 
 
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.calls = nn.Linear(8, 4), 0
+
+    def forward(self, x):
+        self.calls, self.hidden = self.calls + 1, self.fc(x)
+        return self.hidden + torch.ones(4)
+
+
+@torch.no_grad()
+def test_tracing_leaves_nothing_in_the_attributes_of_a_network(tmp_path):
+    model, x = on_levels(Counts()), torch.randn(3, 8)
+    packed = mq.pack(model)
+    assert packed.fused
+    assert packed.network.calls == 0
+    torch.save(packed, tmp_path / "packed.pt")
+    assert torch.equal(torch.load(tmp_path / "packed.pt", weights_only=False)(x), packed(x))
+    torch.testing.assert_close(packed(x), model(x))
+
+
 def test_hooks_are_not_lost():
     model = on_levels(nn.Sequential(nn.Sequential(nn.Linear(8, 4)), nn.Linear(4, 4)))
     model[0].register_forward_hook(lambda module, inputs, output: output + 100)

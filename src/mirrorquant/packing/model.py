@@ -322,18 +322,24 @@ class _Tracer(fx.Tracer):
 
 
 def trace(network: nn.Module) -> fx.Graph:
-    """The network's graph, layers being its nodes; raises whatever keeps torch.fx from seeing it."""
+    """The network's graph, layers being its nodes; raises whatever keeps torch.fx from seeing it.
+
+    What a forward pass leaves in attributes is not left there by this one, whose values are no tensors.
+    """
     hooked = [name or type(network).__name__ for name, module in network.named_modules() if _hooked(module)]
     if hooked:
         raise PackError(f"{hooked[0]} has a forward hook")
     layers = [module for module in network.modules() if isinstance(module, _PACKED)]
+    before = [(module, dict(vars(module))) for module in network.modules()]
     try:
         for layer in layers:
             layer.traced = True
         return _Tracer().trace(network)
     finally:
-        for layer in layers:
-            layer.traced = False
+        for module, attributes in before:
+            constants = {name: value for name, value in vars(module).items() if name.startswith("_tensor_constant")}
+            module.__dict__.clear()
+            module.__dict__.update({**constants, **attributes})
 
 
 def _trace(network: nn.Module) -> fx.Graph | None:
