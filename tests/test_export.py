@@ -114,6 +114,26 @@ def test_everything_that_can_be_exported_is_right(to, tmp_path):
     assert close(in_openvino(path, x), model(x))
 
 
+class Constants(nn.Module):
+    """Tensors that are none of the model's state."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.plain = nn.Linear(8, 4), torch.arange(4.0)
+        self.register_buffer("mean", torch.rand(8), persistent=False)
+
+    def forward(self, x):
+        return self.fc(x - self.mean) * self.plain + torch.ones(4)
+
+
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@torch.no_grad()
+def test_tensors_that_are_no_state_are_constants(to, tmp_path):
+    model, x, path = on_levels(Constants()), torch.randn(3, 8), tmp_path / {"onnx": "a.onnx", "openvino": "a.xml"}[to]
+    mq.export(model, path, (8,), to=to)
+    assert close(in_openvino(path, x), model(x))
+
+
 @pytest.mark.parametrize("affine", [True, False])
 def test_no_constant_is_written_that_nobody_reads(affine, tmp_path):
     mq.export(network("digitsnet", affine=affine), tmp_path / "net.onnx", (1, 8, 8))

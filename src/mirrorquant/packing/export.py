@@ -139,6 +139,11 @@ class _Shapes(fx.Interpreter):
         super().__init__(module)
         self.shapes: dict[fx.Node, tuple[int, ...]] = {}
 
+    def fetch_attr(self, target: str) -> Any:
+        """Without its numbers, also where they are none of the model's state."""
+        value = super().fetch_attr(target)
+        return value.to("meta") if isinstance(value, Tensor) else value
+
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if isinstance(result, Tensor):
