@@ -300,12 +300,26 @@ def test_the_default_dtype_changes_nothing(levels, to, tmp_path):
     assert close(found, model(x))
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.fc = nn.LSTM(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.fc(self.lstm(x)[0])
+
+
 def test_what_cannot_be_exported_is_named(tmp_path):
     path = tmp_path / "net.onnx"
     with pytest.raises(PackError, match=r"to is 'tflite', but it must be one of onnx, openvino"):
         mq.export(network("digitsnet"), path, (1, 8, 8), to="tflite")
     with pytest.raises(PackError, match=r"_1 \(LayerNorm.* cannot be exported"):
         mq.export(on_levels(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))), path, (8,))
+    with pytest.raises(PackError, match=r"^lstm \(LSTM\(8, 8\)\) cannot be exported$"):
+        mq.export(on_levels(Recurrent()), path, (4, 8))
+    normed = nn.Sequential(nn.Linear(8, 8), torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
+    with pytest.raises(PackError, match=r"^_1 \(ParametrizedLinear.* cannot be exported$"):
+        mq.export(on_levels(normed), path, (8,))
     with pytest.raises(PackError, match=r"DigitsNet cannot be traced with inputs of \[3, 8, 8\]"):
         mq.export(network("digitsnet"), path, (3, 8, 8))
     with pytest.raises(PackError, match="padding_mode='circular' cannot be exported"):

@@ -185,7 +185,7 @@ class _Reader:
                 if not isinstance(result, fx.Node):
                     raise PackError(f"the model returns {result}, but only one tensor can be exported")
                 self.writer.output(self.values[result])
-            elif node in self.shapes:  # all else are sizes, which the shapes know already
+            elif node in self.shapes or node.op == "call_module":  # all else are sizes, which the shapes know already
                 self.values[node] = self._value(node)
                 if in_place(self.plain, node):  # whoever reads its input from here on reads what became of it
                     self.values[node.args[0]] = self.values[node]
@@ -208,8 +208,8 @@ class _Reader:
         raise self._unknown(node)
 
     def _unknown(self, node: fx.Node, what: str = "") -> PackError:
-        module = f" ({self.plain.get_submodule(str(node.target))})" if node.op == "call_module" else ""
-        return PackError(f"{node.name}{module or f' ({node.target})'} cannot be exported{what}")
+        told = self.plain.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+        return PackError(f"{node.name} ({' '.join(str(told).split())}) cannot be exported{what}")
 
     # What the nodes refer to.
 
