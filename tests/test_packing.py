@@ -1,6 +1,7 @@
 """Packed tensors, layers and models: exact in what they hold, right in what they compute."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -542,6 +543,17 @@ def test_hooks_are_not_lost():
     x = torch.randn(3, 8)
     with torch.no_grad():
         torch.testing.assert_close(packed(x), model(x), rtol=1e-5, atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_forward_that_was_put_into_a_layer_is_not_lost():
+    model, x = on_levels(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4))), torch.randn(3, 8)
+    model[0].forward = types.MethodType(lambda layer, x: -nn.Linear.forward(layer, x), model[0])
+    model[1].forward = types.MethodType(lambda layer, x: x.abs(), model[1])
+    with pytest.warns(UserWarning, match="0 has a forward hook, or a forward that is not of its class"):
+        packed = mq.pack(model)
+    assert packed.layers() == ["2"]
+    torch.testing.assert_close(packed(x), model(x))
 
 
 class Tied(nn.Module):

@@ -301,7 +301,8 @@ def _with_layers(plain: nn.Module, tensors: dict[str, Tensor], layers: dict[str,
 
 
 def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether calling it does more than its class says: by a hook, or by a ``forward`` that was put into the object."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 # Fusion.
@@ -328,7 +329,7 @@ def trace(network: nn.Module) -> fx.Graph:
     """
     hooked = [name or type(network).__name__ for name, module in network.named_modules() if _hooked(module)]
     if hooked:
-        raise PackError(f"{hooked[0]} has a forward hook")
+        raise PackError(f"{hooked[0]} has a forward hook, or a forward that is not of its class")
     layers = [module for module in network.modules() if isinstance(module, _PACKED)]
     before = [(module, dict(vars(module))) for module in network.modules()]
     try:
