@@ -309,6 +309,15 @@ class Recurrent(nn.Module):
         return self.fc(self.lstm(x)[0])
 
 
+class Noisy(nn.Module):
+    def __init__(self, always):
+        super().__init__()
+        self.fc, self.always = nn.Linear(8, 8), always
+
+    def forward(self, x):
+        return F.dropout(self.fc(x)) if self.always else torch.dropout(F.dropout(x, 0.1, self.training), 0.1, False)
+
+
 def test_what_cannot_be_exported_is_named(tmp_path):
     path = tmp_path / "net.onnx"
     with pytest.raises(PackError, match=r"to is 'tflite', but it must be one of onnx, openvino"):
@@ -329,6 +338,9 @@ def test_what_cannot_be_exported_is_named(tmp_path):
         mq.export(uneven, path, (1, 9, 9))
     with pytest.raises(PackError, match=r"Pair cannot be traced .*: it takes x, y, but only one input can be exported"):
         mq.export(on_levels(Pair()), path, (3,))
+    with pytest.raises(PackError, match=r"dropout .* cannot be exported: it is on in eval mode"):
+        mq.export(on_levels(Noisy(True)), path, (8,))
+    mq.export(on_levels(Noisy(False)), tmp_path / "quiet.onnx", (8,))
     with pytest.raises(PackError, match="could not be written"):
         mq.export(network("digitsnet"), tmp_path / "no" / "net.onnx", (1, 8, 8))
     assert not path.exists()

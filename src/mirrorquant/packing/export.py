@@ -408,12 +408,17 @@ class _Reader:
         parts = [self._operand(node, part) for part in node.args[0]]  # type: ignore[union-attr]
         return self.writer.concat(parts, int(options["dim"]) % len(self.shapes[node]))
 
+    def _dropout(self, node: fx.Node) -> Any:
+        if self._bind(node, p=0.5, training=True)["training"]:
+            raise self._unknown(node, ": it is on in eval mode, too; pass training=self.training")
+        return self._input(node)
+
     def _same_function(self, node: fx.Node) -> Any:
         return self._input(node)
 
 
 _TORCH = ("torch", "_operator", "operator")
-_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # as numpy calls them, which torch takes too
+_NAMES = {"axis": "dim", "keepdims": "keepdim", "train": "training"}  # other names that torch has for the same
 _NO_MATTER = ("inplace", "dtype")
 
 
@@ -455,7 +460,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "max_pool2d": _Reader._max_pool_function,
     "avg_pool2d": _Reader._avg_pool_function,
     "adaptive_avg_pool2d": _Reader._adaptive,
-    "dropout": _Reader._same_function,
+    "dropout": _Reader._dropout,
     "contiguous": _Reader._same_function,
     "flatten": _Reader._reshape,
     "reshape": _Reader._reshape,
