@@ -680,6 +680,21 @@ def test_bad_gradients_are_refused_by_name(method, bad):
             assert torch.equal(torch.as_tensor(saved[key]), torch.as_tensor(value))
 
 
+@pytest.mark.parametrize("method", [m for m in mq.methods.list() if m != "ref"])
+def test_sparse_gradients_move_the_latents_as_dense_ones_do(method):
+    latents, words = [], torch.tensor([1, 2, 2, 5])
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Embedding(8, 4, sparse=sparse)
+        opt = mq.MirrorDescent(torch.optim.SGD(mq.split(model), lr=0.1), method=method)
+        for _ in range(2):
+            (model(words) - 2).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+        latents.append(opt.latent(model.weight))
+    torch.testing.assert_close(*latents)
+
+
 def test_large_finite_gradients_are_no_bad_gradients():
     w = nn.Parameter(torch.zeros(4))
     opt = mq.MirrorDescent(torch.optim.SGD([w], lr=1e-38))
