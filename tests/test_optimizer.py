@@ -610,6 +610,8 @@ def same(a, b):
         ({"method": "md-tan"}, "did you mean 'md-tanh'"),
         ({"levels": [1, -1]}, "increase strictly"),
         ({"levels": [1]}, "two or more"),
+        ({"levels": 2}, r"levels are 2, but they must be numbers in a sequence"),
+        ({"anneal": 1.02}, r"anneal is 1\.02, but it must be a function of the step"),
         ({"anneal": mq.anneal.constant(0.5)}, "beta is 0.5 at step 0, but MDTanhS needs a beta from 1 to 1e35"),
         ({"anneal": lambda k: float("nan")}, "beta is nan"),
         ({"anneal": mq.anneal.constant(1e36)}, "to 1e35"),
@@ -620,7 +622,7 @@ def test_bad_construction_leaves_everything_as_it_was(options, message):
     model = small_network()
     base = torch.optim.Adam(mq.split(model), lr=0.01)
     weights, groups = snapshot(model), [list(g["params"]) for g in base.param_groups]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         mq.MirrorDescent(base, **options)
     assert same(weights, snapshot(model))
     assert [list(map(id, g["params"])) for g in base.param_groups] == [list(map(id, ps)) for ps in groups]
