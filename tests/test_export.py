@@ -322,6 +322,12 @@ def test_what_cannot_be_exported_is_named(tmp_path):
     path = tmp_path / "net.onnx"
     with pytest.raises(PackError, match=r"to is 'tflite', but it must be one of onnx, openvino"):
         mq.export(network("digitsnet"), path, (1, 8, 8), to="tflite")
+    with pytest.raises(PackError, match=r"shape is 8, .* as in \(8,\)$"):
+        mq.export(on_levels(nn.Linear(8, 8)), path, 8)
+    with pytest.raises(PackError, match=r"net\.onnx, but that of OpenVINO IR must end in \.xml$"):
+        mq.export(network("digitsnet"), path, (1, 8, 8), to="openvino")
+    with pytest.raises(PackError, match=r"the model is a OrderedDict, expected a torch\.nn\.Module"):
+        mq.export(network("digitsnet").state_dict(), path, (1, 8, 8))
     with pytest.raises(PackError, match=r"_1 \(LayerNorm.* cannot be exported"):
         mq.export(on_levels(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))), path, (8,))
     with pytest.raises(PackError, match=r"^lstm \(LSTM\(8, 8\)\) cannot be exported$"):

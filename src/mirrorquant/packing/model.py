@@ -229,6 +229,8 @@ def _float(entry: Entry) -> Tensor:
 
 def entries_of(model: nn.Module, levels: Levels | None, skip: str | Sequence[str] = ()) -> dict[str, Entry]:
     """Each tensor of a model by its name, parameters on levels as bits; refuses a layer that should be and is not."""
+    if not isinstance(model, nn.Module):
+        raise PackError(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
     patterns = _listed(skip)
     unused = [pattern for pattern in patterns if not any(_under(name, str(pattern)) for name, _ in state(model))]
     if unused:
