@@ -533,6 +533,33 @@ def test_tracing_leaves_nothing_in_the_attributes_of_a_network(tmp_path):
     torch.testing.assert_close(packed(x), model(x))
 
 
+class Asks(nn.Module):
+    """Does what depends on questions that tracing may answer wrongly."""
+
+    def __init__(self, question):
+        super().__init__()
+        self.fc, self.question = nn.Linear(8, 4), question
+
+    def forward(self, x):
+        yes = torch.is_grad_enabled() if self.question == "gradient" else isinstance(x, torch.Tensor)
+        return self.fc(x) if yes else -self.fc(x)
+
+
+@torch.no_grad()
+def test_questions_are_answered_as_when_it_runs():
+    x = torch.randn(3, 8)
+    with torch.enable_grad():
+        model = on_levels(Asks("gradient"))
+        packed = mq.pack(model)
+    assert packed.fused
+    torch.testing.assert_close(packed(x), model(x))
+    model = on_levels(Asks("type"))
+    with pytest.warns(UserWarning, match="it asks whether .*x.* is a Tensor"):
+        packed = mq.pack(model)
+    torch.testing.assert_close(packed(x), model(x))
+    assert "isinstance" not in globals()
+
+
 def test_hooks_are_not_lost():
     model = on_levels(nn.Sequential(nn.Sequential(nn.Linear(8, 4)), nn.Linear(4, 4)))
     model[0].register_forward_hook(lambda module, inputs, output: output + 100)

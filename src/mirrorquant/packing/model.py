@@ -11,7 +11,8 @@ import copy
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -337,12 +338,37 @@ def trace(network: nn.Module) -> fx.Graph:
     try:
         for layer in layers:
             layer.traced = True
-        return _Tracer().trace(network)
+        with torch.no_grad(), _honest(network):  # as it runs
+            return _Tracer().trace(network)
     finally:
         for module, attributes in before:
             constants = {name: value for name, value in vars(module).items() if name.startswith("_tensor_constant")}
             module.__dict__.clear()
             module.__dict__.update({**constants, **attributes})
+
+
+@contextmanager
+def _honest(network: nn.Module) -> Iterator[None]:
+    """Refuses to tell the network's code that a stand-in for a tensor is none, where it asks by isinstance."""
+
+    def guarded(value: Any, kind: Any) -> bool:
+        answer = isinstance(value, kind)
+        if not answer and isinstance(value, fx.Proxy) and issubclass(Tensor, kind):
+            raise PackError(f"it asks whether {value} is a Tensor")
+        return answer
+
+    forwards = [inspect.unwrap(type(module).forward) for module in network.modules() if not _is_torch(module)]
+    spaces = [getattr(forward, "__globals__", {}) for forward in forwards]
+    mine = [space for space in spaces if space.setdefault("isinstance", guarded) is guarded]
+    try:
+        yield
+    finally:
+        for space in mine:
+            space.pop("isinstance", None)
+
+
+def _is_torch(module: nn.Module) -> bool:
+    return type(module).__module__.split(".")[0] in ("torch", "mirrorquant")
 
 
 def _trace(network: nn.Module) -> fx.Graph | None:
