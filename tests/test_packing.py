@@ -374,6 +374,10 @@ class Block(nn.Module):
             return x.view(torch.int32), self.bn1(self.conv1(x))
         if self.style == "alpha":
             return torch.add(y, x, alpha=2).view(x.size(0), -1)
+        if self.style == "layers by name":
+            return self.bn2(self.conv2(input=x))
+        if self.style == "view as":
+            return y.view_as(torch.ones(2, 288))
         if self.style == "view by name":
             return y.view(size=(x.size(0), -1))
         return F.relu(self.bn2(self.conv2(x)).reshape(x.shape[0], -1))
@@ -391,6 +395,8 @@ STYLES = [
     "method",
     "alpha",
     "view by name",
+    "view as",
+    "layers by name",
     "reshaped",
 ]
 

@@ -167,8 +167,9 @@ class PackedConv2d(_PackedLayer):
             padding_mode=layer.padding_mode,
         )
 
-    def forward(self, x: Tensor, residual: Any = None, relu: bool = False, *, fused: bool = False) -> Tensor:
-        """The convolution of a batch of images, or of one image."""
+    def forward(self, input: Tensor, residual: Any = None, relu: bool = False, *, fused: bool = False) -> Tensor:
+        """The convolution of a batch of images, or of one image; arguments go by the names that ``Conv2d`` has."""
+        x = input
         _refuse_gradient(x)
         if x.dim() == 3:
             residual = residual[None] if isinstance(residual, Tensor) else residual
@@ -234,8 +235,9 @@ class PackedLinear(_PackedLayer):
             weight, bias = _tensors(layer)
         return cls(weight, bias, int8=int8)
 
-    def forward(self, x: Tensor, residual: Any = None, relu: bool = False, *, fused: bool = False) -> Tensor:
-        """The product for each row of ``x``."""
+    def forward(self, input: Tensor, residual: Any = None, relu: bool = False, *, fused: bool = False) -> Tensor:
+        """The product for each row of the input; arguments go by the names that ``Linear`` has."""
+        x = input
         _refuse_gradient(x)
         norms = self.norm if fused and x.dim() != 2 else ()  # over another axis than the rows that the kernel scales
         folded = fused and not norms

@@ -397,6 +397,8 @@ def _fuse(network: nn.Module, graph: fx.Graph) -> None:
             if size[0] is not None and not isinstance(size[0], torch.dtype):
                 # In channels_last the dimensions of a view may not lie as they did.
                 node.target, node.args, node.kwargs = "reshape", (node.args[0], *size), {}
+        elif node.op == "call_method" and node.target == "view_as":
+            node.target = "reshape_as"
     called = [node.target for node in graph.nodes if node.op == "call_module"]
     for node in list(graph.nodes):
         layer = _module(network, node)
