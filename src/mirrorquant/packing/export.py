@@ -50,8 +50,6 @@ def export(
         raise PackError(f"to is {to!r}, but it must be one of {', '.join(FORMATS)}")
     if isinstance(shape, int):
         raise PackError(f"shape is {shape}, but it must be that of one item of the batch, as in ({shape},)")
-    if to == "openvino" and Path(path).suffix != ".xml":
-        raise PackError(f"the path is {path}, but that of OpenVINO IR must end in .xml")
     entries = model.entries() if isinstance(model, PackedModel) else entries_of(model, None)
     plain = copy.deepcopy(model.plain) if isinstance(model, PackedModel) else skeleton(model)
     writer: Writer
