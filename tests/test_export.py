@@ -114,6 +114,26 @@ def test_everything_that_can_be_exported_is_right(to, tmp_path):
     assert close(in_openvino(path, x), model(x))
 
 
+class Constants(nn.Module):
+    """Tensors that are none of the model's state."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.plain = nn.Linear(8, 4), torch.arange(4.0)
+        self.register_buffer("mean", torch.rand(8), persistent=False)
+
+    def forward(self, x):
+        return self.fc(x - self.mean) * self.plain + torch.ones(4)
+
+
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@torch.no_grad()
+def test_tensors_that_are_no_state_are_constants(to, tmp_path):
+    model, x, path = on_levels(Constants()), torch.randn(3, 8), tmp_path / {"onnx": "a.onnx", "openvino": "a.xml"}[to]
+    mq.export(model, path, (8,), to=to)
+    assert close(in_openvino(path, x), model(x))
+
+
 @pytest.mark.parametrize("affine", [True, False])
 def test_no_constant_is_written_that_nobody_reads(affine, tmp_path):
     mq.export(network("digitsnet", affine=affine), tmp_path / "net.onnx", (1, 8, 8))
@@ -280,12 +300,41 @@ def test_the_default_dtype_changes_nothing(levels, to, tmp_path):
     assert close(found, model(x))
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.fc = nn.LSTM(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.fc(self.lstm(x)[0])
+
+
+class Noisy(nn.Module):
+    def __init__(self, always):
+        super().__init__()
+        self.fc, self.always = nn.Linear(8, 8), always
+
+    def forward(self, x):
+        return F.dropout(self.fc(x)) if self.always else torch.dropout(F.dropout(x, 0.1, self.training), 0.1, False)
+
+
 def test_what_cannot_be_exported_is_named(tmp_path):
     path = tmp_path / "net.onnx"
     with pytest.raises(PackError, match=r"to is 'tflite', but it must be one of onnx, openvino"):
         mq.export(network("digitsnet"), path, (1, 8, 8), to="tflite")
+    with pytest.raises(PackError, match=r"shape is 8, .* as in \(8,\)$"):
+        mq.export(on_levels(nn.Linear(8, 8)), path, 8)
+    with pytest.raises(PackError, match=r"net\.onnx, but that of OpenVINO IR must end in \.xml$"):
+        mq.export(network("digitsnet"), path, (1, 8, 8), to="openvino")
+    with pytest.raises(PackError, match=r"the model is a OrderedDict, expected a torch\.nn\.Module"):
+        mq.export(network("digitsnet").state_dict(), path, (1, 8, 8))
     with pytest.raises(PackError, match=r"_1 \(LayerNorm.* cannot be exported"):
         mq.export(on_levels(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))), path, (8,))
+    with pytest.raises(PackError, match=r"^lstm \(LSTM\(8, 8\)\) cannot be exported$"):
+        mq.export(on_levels(Recurrent()), path, (4, 8))
+    normed = nn.Sequential(nn.Linear(8, 8), torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
+    with pytest.raises(PackError, match=r"^_1 \(ParametrizedLinear.* cannot be exported$"):
+        mq.export(on_levels(normed), path, (8,))
     with pytest.raises(PackError, match=r"DigitsNet cannot be traced with inputs of \[3, 8, 8\]"):
         mq.export(network("digitsnet"), path, (3, 8, 8))
     with pytest.raises(PackError, match="padding_mode='circular' cannot be exported"):
@@ -295,6 +344,9 @@ def test_what_cannot_be_exported_is_named(tmp_path):
         mq.export(uneven, path, (1, 9, 9))
     with pytest.raises(PackError, match=r"Pair cannot be traced .*: it takes x, y, but only one input can be exported"):
         mq.export(on_levels(Pair()), path, (3,))
+    with pytest.raises(PackError, match=r"dropout .* cannot be exported: it is on in eval mode"):
+        mq.export(on_levels(Noisy(True)), path, (8,))
+    mq.export(on_levels(Noisy(False)), tmp_path / "quiet.onnx", (8,))
     with pytest.raises(PackError, match="could not be written"):
         mq.export(network("digitsnet"), tmp_path / "no" / "net.onnx", (1, 8, 8))
     assert not path.exists()

@@ -169,6 +169,20 @@ def test_linear_layers_are_those_of_float64(path, outputs, inputs, rows, levels,
     )
 
 
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_linear_layer_takes_inputs_of_four_dimensions(path: str, levels: tuple[float, ...]) -> None:
+    """As of windows in a transformer: outputs lie along the last axis, also where another one is as long."""
+    x, codes = torch.randn(2, 5, 3, 5), codes_of((5, 5), levels)
+    scale, shift = torch.rand(5) + 0.5, torch.randn(5)
+    with kernels.force(path):
+        prepared = kernels.prepare(codes, levels)
+        for kind in (torch.float32, torch.float64):
+            y = kernels.linear(x.to(kind), prepared, shape=(5, 5), levels=levels, scale=scale, shift=shift)
+            expected = F.linear(x.to(kind), fallback.decode(codes, levels).to(kind)) * scale + shift
+            assert torch.allclose(y, expected.to(kind), atol=1e-5)
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_int8_is_its_definition(path: str) -> None:
     torch.manual_seed(0)

@@ -610,6 +610,8 @@ def same(a, b):
         ({"method": "md-tan"}, "did you mean 'md-tanh'"),
         ({"levels": [1, -1]}, "increase strictly"),
         ({"levels": [1]}, "two or more"),
+        ({"levels": 2}, r"levels are 2, but they must be numbers in a sequence"),
+        ({"anneal": 1.02}, r"anneal is 1\.02, but it must be a function of the step"),
         ({"anneal": mq.anneal.constant(0.5)}, "beta is 0.5 at step 0, but MDTanhS needs a beta from 1 to 1e35"),
         ({"anneal": lambda k: float("nan")}, "beta is nan"),
         ({"anneal": mq.anneal.constant(1e36)}, "to 1e35"),
@@ -620,7 +622,7 @@ def test_bad_construction_leaves_everything_as_it_was(options, message):
     model = small_network()
     base = torch.optim.Adam(mq.split(model), lr=0.01)
     weights, groups = snapshot(model), [list(g["params"]) for g in base.param_groups]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         mq.MirrorDescent(base, **options)
     assert same(weights, snapshot(model))
     assert [list(map(id, g["params"])) for g in base.param_groups] == [list(map(id, ps)) for ps in groups]
@@ -678,6 +680,21 @@ def test_bad_gradients_are_refused_by_name(method, bad):
     for i, saved in state["state"].items():
         for key, value in opt.base.state_dict()["state"][i].items():
             assert torch.equal(torch.as_tensor(saved[key]), torch.as_tensor(value))
+
+
+@pytest.mark.parametrize("method", [m for m in mq.methods.list() if m != "ref"])
+def test_sparse_gradients_move_the_latents_as_dense_ones_do(method):
+    latents, words = [], torch.tensor([1, 2, 2, 5])
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Embedding(8, 4, sparse=sparse)
+        opt = mq.MirrorDescent(torch.optim.SGD(mq.split(model), lr=0.1), method=method)
+        for _ in range(2):
+            (model(words) - 2).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+        latents.append(opt.latent(model.weight))
+    torch.testing.assert_close(*latents)
 
 
 def test_large_finite_gradients_are_no_bad_gradients():

@@ -201,6 +201,21 @@ def test_buffers_of_any_kind_are_kept(tmp_path):
         mq.save(small(), tmp_path / "net.safetensors", about={"x": torch.ones(1)})
 
 
+def test_two_processes_can_write_the_same_file_at_once(tmp_path, monkeypatch):
+    """Here one writes all of it while the other synchronizes its own."""
+    model, path, synchronize = network("digitsnet"), tmp_path / "net.safetensors", os.fsync
+
+    def meanwhile(descriptor):
+        monkeypatch.setattr(os, "fsync", synchronize)
+        mq.save(model, path)
+        synchronize(descriptor)
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    mq.save(model, path)
+    assert same_state(mq.unpack(mq.load(path)), model)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_files_that_cannot_be_read_or_written_are_named(tmp_path):
     with pytest.raises(PackError, match=r"nothing\.safetensors cannot be read \(No such file"):
         mq.load(tmp_path / "nothing.safetensors")

@@ -1,6 +1,7 @@
 """Packed tensors, layers and models: exact in what they hold, right in what they compute."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -357,6 +358,8 @@ class Block(nn.Module):
             return torch.relu(self.bn2(y) + x)
         if self.style == "broadcast":
             return F.relu(y + self.scale)
+        if self.style == "a size":
+            return F.relu(y + x.shape[-1])
         if self.style == "twice":
             return F.relu(y + y) + self.bn1(self.conv1(x))
         if self.style == "used again":
@@ -371,6 +374,10 @@ class Block(nn.Module):
             return x.view(torch.int32), self.bn1(self.conv1(x))
         if self.style == "alpha":
             return torch.add(y, x, alpha=2).view(x.size(0), -1)
+        if self.style == "layers by name":
+            return self.bn2(self.conv2(input=x))
+        if self.style == "view as":
+            return y.view_as(torch.ones(2, 288))
         if self.style == "view by name":
             return y.view(size=(x.size(0), -1))
         return F.relu(self.bn2(self.conv2(x)).reshape(x.shape[0], -1))
@@ -382,11 +389,14 @@ STYLES = [
     "in place",
     "input changed in between",
     "broadcast",
+    "a size",
     "twice",
     "used again",
     "method",
     "alpha",
     "view by name",
+    "view as",
+    "layers by name",
     "reshaped",
 ]
 
@@ -462,6 +472,100 @@ def test_what_cannot_be_traced_runs_packed_and_says_so():
     assert same_state(mq.unpack(packed), model)
 
 
+class Mirrored(nn.Module):
+    """An autoencoder that decodes with the weight of its encoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return F.linear(self.encode(x).relu(), self.encode.weight.t())
+
+
+@torch.no_grad()
+def test_a_weight_that_is_used_apart_from_its_layer_is_cast_and_loaded_with_it():
+    model, x = on_levels(Mirrored()), torch.randn(3, 8)
+    with pytest.warns(UserWarning, match="uses the weight or bias of a packed layer apart"):
+        packed = mq.pack(model)
+    other = copy.deepcopy(model)
+    other.encode.weight.neg_()
+    packed.load_state_dict(mq.pack(other, fuse=False).state_dict())
+    torch.testing.assert_close(packed(x), other(x))
+    torch.testing.assert_close(packed.double()(x.double()), other.double()(x.double()))
+
+
+class Remembers(nn.Module):
+    """Keeps what its layers computed, as for a loss on them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.utils.weight_norm(nn.Linear(8, 4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.hidden = self.first(x)
+        self.both = {"all": [self.hidden, self.second(self.hidden)]}
+        return self.both["all"][1]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated", "ignore:torch.fx cannot trace")
+def test_a_model_that_keeps_computed_tensors_can_be_packed():
+    model, x = Remembers().eval(), torch.randn(3, 8)
+    model.second.weight.data.sign_()
+    expected = model(x)
+    packed = mq.pack(model)
+    torch.testing.assert_close(packed(x), expected)
+    assert same_state(mq.unpack(packed), model)
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.calls = nn.Linear(8, 4), 0
+
+    def forward(self, x):
+        self.calls, self.hidden = self.calls + 1, self.fc(x)
+        return self.hidden + torch.ones(4)
+
+
+@torch.no_grad()
+def test_tracing_leaves_nothing_in_the_attributes_of_a_network(tmp_path):
+    model, x = on_levels(Counts()), torch.randn(3, 8)
+    packed = mq.pack(model)
+    assert packed.fused
+    assert packed.network.calls == 0
+    torch.save(packed, tmp_path / "packed.pt")
+    assert torch.equal(torch.load(tmp_path / "packed.pt", weights_only=False)(x), packed(x))
+    torch.testing.assert_close(packed(x), model(x))
+
+
+class Asks(nn.Module):
+    """Does what depends on questions that tracing may answer wrongly."""
+
+    def __init__(self, question):
+        super().__init__()
+        self.fc, self.question = nn.Linear(8, 4), question
+
+    def forward(self, x):
+        yes = torch.is_grad_enabled() if self.question == "gradient" else isinstance(x, torch.Tensor)
+        return self.fc(x) if yes else -self.fc(x)
+
+
+@torch.no_grad()
+def test_questions_are_answered_as_when_it_runs():
+    x = torch.randn(3, 8)
+    with torch.enable_grad():
+        model = on_levels(Asks("gradient"))
+        packed = mq.pack(model)
+    assert packed.fused
+    torch.testing.assert_close(packed(x), model(x))
+    model = on_levels(Asks("type"))
+    with pytest.warns(UserWarning, match="it asks whether .*x.* is a Tensor"):
+        packed = mq.pack(model)
+    torch.testing.assert_close(packed(x), model(x))
+    assert "isinstance" not in globals()
+
+
 def test_hooks_are_not_lost():
     model = on_levels(nn.Sequential(nn.Sequential(nn.Linear(8, 4)), nn.Linear(4, 4)))
     model[0].register_forward_hook(lambda module, inputs, output: output + 100)
@@ -472,6 +576,17 @@ def test_hooks_are_not_lost():
     x = torch.randn(3, 8)
     with torch.no_grad():
         torch.testing.assert_close(packed(x), model(x), rtol=1e-5, atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_forward_that_was_put_into_a_layer_is_not_lost():
+    model, x = on_levels(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4))), torch.randn(3, 8)
+    model[0].forward = types.MethodType(lambda layer, x: -nn.Linear.forward(layer, x), model[0])
+    model[1].forward = types.MethodType(lambda layer, x: x.abs(), model[1])
+    with pytest.warns(UserWarning, match="0 has a forward hook, or a forward that is not of its class"):
+        packed = mq.pack(model)
+    assert packed.layers() == ["2"]
+    torch.testing.assert_close(packed(x), model(x))
 
 
 class Tied(nn.Module):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import small_network
 from torch import nn
+from torch.nn.utils import prune
 
 import mirrorquant as mq
 
@@ -43,6 +44,22 @@ def test_a_parametrized_weight_is_refused_unless_skipped():
     floats, quantized = mq.split(model, skip=["1"])
     assert names(quantized) == ["0.weight", "0.bias"]
     assert len(names(floats)) == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(
+    ("wrap", "part"),
+    [
+        (torch.nn.utils.weight_norm, "weight_g"),
+        (torch.nn.utils.spectral_norm, "weight_orig"),
+        (lambda layer: prune.random_unstructured(layer, "weight", 0.5), "weight_orig"),
+    ],
+)
+def test_what_a_hook_computes_the_weight_from_is_refused_unless_skipped(wrap, part):
+    model = nn.Sequential(nn.Linear(3, 4), wrap(nn.Linear(4, 2)))
+    with pytest.raises(ValueError, match=rf"1\.{part} is what its layer's weight is computed from"):
+        mq.split(model)
+    assert names(mq.split(model, skip=["1"])[1]) == ["0.weight", "0.bias"]
 
 
 def test_frozen_parameters_are_left_alone():

@@ -43,8 +43,10 @@ class Levels(tuple[float, ...]):
     @staticmethod
     def of(values: Iterable[float]) -> Levels:
         """Levels as they are, or made from a plain sequence such as ``[-1, 0, 1]``."""
-        if isinstance(values, str):
-            raise ValueError(f"levels are {values!r}, but they must be numbers: try mq.BINARY or [-1, 0, 1]")
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise TypeError(
+                f"levels are {values!r}, but they must be numbers in a sequence: try mq.BINARY or [-1, 0, 1]"
+            )
         return values if isinstance(values, Levels) else Levels(*values)
 
     @property

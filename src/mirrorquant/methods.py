@@ -120,7 +120,8 @@ class BC(Method):
 
     def pull_back(self, grad: Tensor, latent: Tensor, beta: Beta) -> Tensor:
         """dL/dw where q_min ≤ w̃ ≤ q_max, else 0."""
-        return torch.where((latent >= self.levels[0]) & (latent <= self.levels[-1]), grad, 0.0)
+        inside = (latent >= self.levels[0]) & (latent <= self.levels[-1])
+        return grad * inside if grad.is_sparse else torch.where(inside, grad, 0.0)
 
 
 class PQ(Method):

@@ -445,6 +445,8 @@ def _keep_out_of_graphs() -> None:
 
 
 def _beta(schedule: Schedule, method: Method, step: int) -> float:
+    if not callable(schedule):
+        raise TypeError(f"anneal is {schedule!r}, but it must be a function of the step: try mq.anneal.geometric(1.02)")
     beta = float(schedule(step))
     if not method.lowest_beta <= beta <= 1e35:
         raise ValueError(

@@ -24,6 +24,7 @@ __all__ = ["NORMS", "split"]
 NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 Pattern = str | type[nn.Module]
+_PARTS = ("_g", "_v", "_orig")  # as torch.nn.utils calls them
 
 
 def split(
@@ -69,6 +70,12 @@ def split(
                 f"{name} belongs to a parametrization, so that its layer's weight would not be on levels if it were: "
                 "apply torch.nn.utils.parametrize.remove_parametrizations first, or skip the layer"
             )
+        if _is_part(model, name):
+            raise ValueError(
+                f"{name} is what its layer's weight is computed from (weight_norm, spectral_norm or pruning), so that "
+                "the weight would not be on levels if it were: remove that first, as by "
+                "torch.nn.utils.remove_weight_norm, or skip the layer"
+            )
     return ([{"params": floats, "method": "ref"}] if floats else []) + [{"params": quantized}]
 
 
@@ -79,6 +86,13 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
         if parameter.requires_grad:
             names.setdefault(parameter, []).append(name)
     return names
+
+
+def _is_part(model: nn.Module, name: str) -> bool:
+    """Whether a hook computes another tensor of its module from this parameter, as torch.nn.utils.weight_norm does."""
+    path, _, leaf = name.rpartition(".")
+    whole = leaf.rpartition("_")[0]
+    return leaf.endswith(_PARTS) and isinstance(vars(model.get_submodule(path)).get(whole), torch.Tensor)
 
 
 def _matching(model: nn.Module, names: dict[nn.Parameter, list[str]], pattern: Pattern) -> set[torch.Tensor]:

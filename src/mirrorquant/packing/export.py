@@ -48,6 +48,8 @@ def export(
     """
     if to not in FORMATS:
         raise PackError(f"to is {to!r}, but it must be one of {', '.join(FORMATS)}")
+    if isinstance(shape, int):
+        raise PackError(f"shape is {shape}, but it must be that of one item of the batch, as in ({shape},)")
     entries = model.entries() if isinstance(model, PackedModel) else entries_of(model, None)
     plain = copy.deepcopy(model.plain) if isinstance(model, PackedModel) else skeleton(model)
     writer: Writer
@@ -139,6 +141,11 @@ class _Shapes(fx.Interpreter):
         super().__init__(module)
         self.shapes: dict[fx.Node, tuple[int, ...]] = {}
 
+    def fetch_attr(self, target: str) -> Any:
+        """Without its numbers, also where they are none of the model's state."""
+        value = super().fetch_attr(target)
+        return value.to("meta") if isinstance(value, Tensor) else value
+
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if isinstance(result, Tensor):
@@ -180,7 +187,7 @@ class _Reader:
                 if not isinstance(result, fx.Node):
                     raise PackError(f"the model returns {result}, but only one tensor can be exported")
                 self.writer.output(self.values[result])
-            elif node in self.shapes:  # all else are sizes, which the shapes know already
+            elif node in self.shapes or node.op == "call_module":  # all else are sizes, which the shapes know already
                 self.values[node] = self._value(node)
                 if in_place(self.plain, node):  # whoever reads its input from here on reads what became of it
                     self.values[node.args[0]] = self.values[node]
@@ -203,8 +210,8 @@ class _Reader:
         raise self._unknown(node)
 
     def _unknown(self, node: fx.Node, what: str = "") -> PackError:
-        module = f" ({self.plain.get_submodule(str(node.target))})" if node.op == "call_module" else ""
-        return PackError(f"{node.name}{module or f' ({node.target})'} cannot be exported{what}")
+        told = self.plain.get_submodule(str(node.target)) if node.op == "call_module" else node.target
+        return PackError(f"{node.name} ({' '.join(str(told).split())}) cannot be exported{what}")
 
     # What the nodes refer to.
 
@@ -403,12 +410,17 @@ class _Reader:
         parts = [self._operand(node, part) for part in node.args[0]]  # type: ignore[union-attr]
         return self.writer.concat(parts, int(options["dim"]) % len(self.shapes[node]))
 
+    def _dropout(self, node: fx.Node) -> Any:
+        if self._bind(node, p=0.5, training=True)["training"]:
+            raise self._unknown(node, ": it is on in eval mode, too; pass training=self.training")
+        return self._input(node)
+
     def _same_function(self, node: fx.Node) -> Any:
         return self._input(node)
 
 
 _TORCH = ("torch", "_operator", "operator")
-_NAMES = {"axis": "dim", "keepdims": "keepdim"}  # as numpy calls them, which torch takes too
+_NAMES = {"axis": "dim", "keepdims": "keepdim", "train": "training"}  # other names that torch has for the same
 _NO_MATTER = ("inplace", "dtype")
 
 
@@ -450,7 +462,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "max_pool2d": _Reader._max_pool_function,
     "avg_pool2d": _Reader._avg_pool_function,
     "adaptive_avg_pool2d": _Reader._adaptive,
-    "dropout": _Reader._same_function,
+    "dropout": _Reader._dropout,
     "contiguous": _Reader._same_function,
     "flatten": _Reader._reshape,
     "reshape": _Reader._reshape,

@@ -40,7 +40,8 @@ class _PackedLayer(nn.Module):
     """What the two have in common: bits, a bias, and the scale and shift of the kernels' last step.
 
     In a traced network a layer is called with ``fused=True``: then it does the work of the batch norm that follows it
-    and of the sign that precedes it, too. Called by itself it is the layer alone.
+    and of the sign that precedes it, too. Called by itself it is the layer alone. While it is ``traced`` its weight and
+    bias cannot be had as floats: these would be constants of the graph, which nothing moves, casts or loads.
     """
 
     prepared: Tensor
@@ -52,6 +53,7 @@ class _PackedLayer(nn.Module):
     norm: tuple[Norm, ...] = ()  # in a tuple, since it is another module's child
     activation = "float32"
     after_sign = False
+    traced = False
     groups = 1
 
     def __init__(self, weight: PackedTensor, bias: PackedTensor | Tensor | None) -> None:
@@ -89,12 +91,17 @@ class _PackedLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weights as floats, made anew at each call."""
-        return self.weight_bits.unpack()
+        return self._floats(self.weight_bits)
 
     @property
     def bias(self) -> Tensor | None:
         """The bias as floats."""
-        return self.bias_float if self.bias_bits is None else self.bias_bits.unpack()
+        return self.bias_float if self.bias_bits is None else self._floats(self.bias_bits)
+
+    def _floats(self, bits: PackedTensor) -> Tensor:
+        if self.traced:
+            raise PackError("it uses the weight or bias of a packed layer apart from the layer")
+        return bits.unpack()
 
     def fold(self, norm: Norm) -> None:
         """Takes over the work of a batch norm that follows, with the statistics that it has collected."""
@@ -160,11 +167,13 @@ class PackedConv2d(_PackedLayer):
             padding_mode=layer.padding_mode,
         )
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, relu: bool = False, *, fused: bool = False) -> Tensor:
-        """The convolution of a batch of images, or of one image."""
+    def forward(self, input: Tensor, residual: Any = None, relu: bool = False, *, fused: bool = False) -> Tensor:
+        """The convolution of a batch of images, or of one image; arguments go by the names that ``Conv2d`` has."""
+        x = input
         _refuse_gradient(x)
         if x.dim() == 3:
-            y: Tensor = self(x[None], None if residual is None else residual[None], relu, fused=fused)[0]
+            residual = residual[None] if isinstance(residual, Tensor) else residual
+            y: Tensor = self(x[None], residual, relu, fused=fused)[0]
             return y
         activation = "binary" if fused and self.after_sign else "float32"
         images, (left, right, top, bottom) = x, self._pads
@@ -174,7 +183,7 @@ class PackedConv2d(_PackedLayer):
         elif left != right or top != bottom:
             images = BINARY.nearest(images) if activation == "binary" else images  # a padded zero is no sign
             images, padding, activation = F.pad(images, self._pads), (0, 0), "float32"
-        fits = residual is None or (residual.dtype == x.dtype and residual.shape == self._output_shape(x))
+        fits = residual is None or _like(residual, self._output_shape(x), x.dtype)
         y = kernels.conv2d(
             images,
             self.prepared,
@@ -226,13 +235,14 @@ class PackedLinear(_PackedLayer):
             weight, bias = _tensors(layer)
         return cls(weight, bias, int8=int8)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, relu: bool = False, *, fused: bool = False) -> Tensor:
-        """The product for each row of ``x``."""
+    def forward(self, input: Tensor, residual: Any = None, relu: bool = False, *, fused: bool = False) -> Tensor:
+        """The product for each row of the input; arguments go by the names that ``Linear`` has."""
+        x = input
         _refuse_gradient(x)
         norms = self.norm if fused and x.dim() != 2 else ()  # over another axis than the rows that the kernel scales
         folded = fused and not norms
         outputs = self._weight["shape"][0]
-        fits = residual is None or (residual.dtype == x.dtype and residual.shape == (*x.shape[:-1], outputs))
+        fits = residual is None or _like(residual, (*x.shape[:-1], outputs), x.dtype)
         fits = fits and not norms
         y = kernels.linear(
             x,
@@ -280,7 +290,12 @@ def _folded(norm: Norm, gain: Tensor | None, shift: Tensor | None) -> tuple[Tens
     return slope if gain is None else gain * slope, moved
 
 
-def _finish(y: Tensor, residual: Tensor | None, relu: bool) -> Tensor:
+def _like(residual: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether the kernel can add it: a tensor like the result, and not one to broadcast, or a number."""
+    return isinstance(residual, Tensor) and residual.dtype == dtype and residual.shape == shape
+
+
+def _finish(y: Tensor, residual: Any, relu: bool) -> Tensor:
     """What the kernel could not do at once."""
     y = y if residual is None else y + residual
     return F.relu(y) if relu else y

@@ -11,12 +11,14 @@ import copy
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from mirrorquant.levels import Levels
 from mirrorquant.nn import BinaryActivation
@@ -202,12 +204,21 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 def filled(model: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
     """A copy of a model with these tensors in the places of its own; what is tied stays tied."""
-    memo: dict[int, Any] = {}
+    memo = _computed(model)
     for name, tensor in state(model):
         new = tensors[name].detach()
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
     return copy.deepcopy(model, memo)
+
+
+def _computed(model: nn.Module) -> dict[int, Any]:
+    """Copies of the tensors with a gradient's history that modules keep: activations, a weight under ``weight_norm``.
+
+    By their ids, as deepcopy looks for what it need not copy: it refuses such tensors.
+    """
+    kept = [value for module in model.modules() for value in tree_leaves(vars(module)) if isinstance(value, Tensor)]
+    return {id(tensor): tensor.detach().clone() for tensor in kept if not tensor.is_leaf}
 
 
 def _float(entry: Entry) -> Tensor:
@@ -219,6 +230,8 @@ def _float(entry: Entry) -> Tensor:
 
 def entries_of(model: nn.Module, levels: Levels | None, skip: str | Sequence[str] = ()) -> dict[str, Entry]:
     """Each tensor of a model by its name, parameters on levels as bits; refuses a layer that should be and is not."""
+    if not isinstance(model, nn.Module):
+        raise PackError(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
     patterns = _listed(skip)
     unused = [pattern for pattern in patterns if not any(_under(name, str(pattern)) for name, _ in state(model))]
     if unused:
@@ -291,7 +304,8 @@ def _with_layers(plain: nn.Module, tensors: dict[str, Tensor], layers: dict[str,
 
 
 def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether calling it does more than its class says: by a hook, or by a ``forward`` that was put into the object."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 # Fusion.
@@ -312,11 +326,49 @@ class _Tracer(fx.Tracer):
 
 
 def trace(network: nn.Module) -> fx.Graph:
-    """The network's graph, layers being its nodes; raises whatever keeps torch.fx from seeing it."""
+    """The network's graph, layers being its nodes; raises whatever keeps torch.fx from seeing it.
+
+    What a forward pass leaves in attributes is not left there by this one, whose values are no tensors.
+    """
     hooked = [name or type(network).__name__ for name, module in network.named_modules() if _hooked(module)]
     if hooked:
-        raise PackError(f"{hooked[0]} has a forward hook")
-    return _Tracer().trace(network)
+        raise PackError(f"{hooked[0]} has a forward hook, or a forward that is not of its class")
+    layers = [module for module in network.modules() if isinstance(module, _PACKED)]
+    before = [(module, dict(vars(module))) for module in network.modules()]
+    try:
+        for layer in layers:
+            layer.traced = True
+        with torch.no_grad(), _honest(network):  # as it runs
+            return _Tracer().trace(network)
+    finally:
+        for module, attributes in before:
+            constants = {name: value for name, value in vars(module).items() if name.startswith("_tensor_constant")}
+            module.__dict__.clear()
+            module.__dict__.update({**constants, **attributes})
+
+
+@contextmanager
+def _honest(network: nn.Module) -> Iterator[None]:
+    """Refuses to tell the network's code that a stand-in for a tensor is none, where it asks by isinstance."""
+
+    def guarded(value: Any, kind: Any) -> bool:
+        answer = isinstance(value, kind)
+        if not answer and isinstance(value, fx.Proxy) and issubclass(Tensor, kind):
+            raise PackError(f"it asks whether {value} is a Tensor")
+        return answer
+
+    forwards = [inspect.unwrap(type(module).forward) for module in network.modules() if not _is_torch(module)]
+    spaces = [getattr(forward, "__globals__", {}) for forward in forwards]
+    mine = [space for space in spaces if space.setdefault("isinstance", guarded) is guarded]
+    try:
+        yield
+    finally:
+        for space in mine:
+            space.pop("isinstance", None)
+
+
+def _is_torch(module: nn.Module) -> bool:
+    return type(module).__module__.split(".")[0] in ("torch", "mirrorquant")
 
 
 def _trace(network: nn.Module) -> fx.Graph | None:
@@ -345,6 +397,8 @@ def _fuse(network: nn.Module, graph: fx.Graph) -> None:
             if size[0] is not None and not isinstance(size[0], torch.dtype):
                 # In channels_last the dimensions of a view may not lie as they did.
                 node.target, node.args, node.kwargs = "reshape", (node.args[0], *size), {}
+        elif node.op == "call_method" and node.target == "view_as":
+            node.target = "reshape_as"
     called = [node.target for node in graph.nodes if node.op == "call_module"]
     for node in list(graph.nodes):
         layer = _module(network, node)

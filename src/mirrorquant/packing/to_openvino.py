@@ -155,6 +155,8 @@ class OpenVinoWriter:
 
     def save(self, path: Path) -> None:
         """Writes ``*.xml`` and ``*.bin``."""
+        if path.suffix != ".xml":
+            raise PackError(f"the path is {path}, but that of OpenVINO IR must end in .xml")
         model = ov.Model(self.outputs, self.inputs, "mirrorquant")
         if self.one_image:  # BinaryConvolution needs to know
             model.reshape([1, *list(model.input(0).get_partial_shape())[1:]])

@@ -90,7 +90,7 @@ def apply(
     y = product(x, weight) * step if activation == "int8" else product(x, weight)
     if b != 0:
         y, a = a * y + b * (product(x, torch.ones_like(weight)) * step), 1.0
-    return epilogue(y, fold(scale, a, weight.shape[0], y), shift, residual, relu)
+    return epilogue(y, fold(scale, a, weight.shape[0], y), shift, residual, relu, -1 if weight.dim() == 2 else 1)
 
 
 def fold(scale: Tensor | None, a: float, channels: int, like: Tensor) -> Tensor | None:
@@ -100,9 +100,15 @@ def fold(scale: Tensor | None, a: float, channels: int, like: Tensor) -> Tensor 
     return like.new_full((channels,), a) if scale is None else scale * a
 
 
-def epilogue(y: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None, relu: bool) -> Tensor:
-    """relu?(y * scale[o] + shift[o] + residual), rounded after each operation, in that order: so does every kernel."""
-    shape = (-1,) + (1,) * (2 if y.dim() == 4 else 0)
+def epilogue(
+    y: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None, relu: bool, axis: int = 1
+) -> Tensor:
+    """relu?(y * scale[o] + shift[o] + residual), rounded after each operation, in that order: so does every kernel.
+
+    The outputs o lie along the axis: 1 in images, -1 in what a linear layer gives.
+    """
+    shape = [1] * y.dim()
+    shape[axis] = -1
     if scale is not None:
         y = y * scale.to(y.dtype).view(shape)
     if shift is not None:

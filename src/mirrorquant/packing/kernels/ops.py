@@ -126,7 +126,8 @@ def is_plain(x: Tensor) -> bool:
 class _Plan(NamedTuple):
     """The size of a layer's result, and how native kernels run it: the affine map of its levels, and their struct.
 
-    The strides are those of channels_last: memory by strides is had in half the time of memory by format.
+    The outputs lie along the axis: 1 in images, -1 in what a linear layer gives. The strides are those of
+    channels_last: memory by strides is had in half the time of memory by format.
     """
 
     size: tuple[int, ...]
@@ -136,6 +137,7 @@ class _Plan(NamedTuple):
     b: float
     relu: bool
     activation: str
+    axis: int
 
 
 def _plan(
@@ -185,23 +187,23 @@ def _new_plan(
         size = linear_size(x, shape, activation)
         rows = x.numel() // shape[1]
         image, result = (min(rows, 1), 1, max(rows, 1), shape[1]), (1, max(rows, 1))
-        last = torch.contiguous_format
+        last, axis = torch.contiguous_format, -1
     else:
         size = conv2d_size(x, shape, stride, padding, dilation, groups, activation)
         image, result = (x.shape[0], x.shape[2], x.shape[3], x.shape[1]), size[2:]
-        last = torch.channels_last
+        last, axis = torch.channels_last, 1
     strides = torch.empty(size, device="meta", memory_format=last).stride()
     whole, unit = full_shape(shape), fallback.affine(levels)
     native_input = path != "torch" and x.dtype == torch.float32 and x.is_cpu
     if not native_input or unit is None or not is_native(whole, groups, levels):
-        return _Plan(size, strides, None, 1.0, 0.0, relu, activation)
+        return _Plan(size, strides, None, 1.0, 0.0, relu, activation, axis)
     o, _, kh, kw = whole
     kind = ("float32", "binary", "int8").index(activation)
     fused = unit[1] == 0  # else the epilogue comes after the second term of the levels
     window = (*stride, *padding, *dilation)
     numbers = (len(levels), kind, relu and fused, native.number(path), threads)
     layer = native.Layer(*image, o, kh, kw, groups, *result, *window, *numbers)
-    return _Plan(size, strides, layer, *unit, relu, activation)
+    return _Plan(size, strides, layer, *unit, relu, activation, axis)
 
 
 def _run(
@@ -223,19 +225,19 @@ def _run(
         return native.run(layer, x, prepared, fallback.fold(scale, plan.a, layer.o, y), shift, residual, y)
     if not native.run(layer, x, prepared, None, None, None, y):
         return False
-    sums = _window_sums(layer, plan.activation, x)
-    y.copy_(fallback.epilogue(plan.a * y + plan.b * sums, scale, shift, residual, plan.relu))
+    sums = _window_sums(layer, plan.activation, x, plan.axis)
+    y.copy_(fallback.epilogue(plan.a * y + plan.b * sums, scale, shift, residual, plan.relu, plan.axis))
     return True
 
 
-def _window_sums(layer: native.Layer, activation: str, x: Tensor) -> Tensor:
+def _window_sums(layer: native.Layer, activation: str, x: Tensor, axis: int) -> Tensor:
     """What a weight of ones makes of x: the second term of levels that are not symmetric about 0."""
     if activation == "int8":
         q, step = fallback.quantize_rows(x)
         return q.sum(-1, keepdim=True) * step
     if activation == "binary":
         x = BINARY.nearest(x)
-    if x.dim() != 4:
+    if axis == -1:
         return x.sum(-1, keepdim=True)
     ones = x.new_ones(layer.groups, layer.c // layer.groups, layer.kh, layer.kw)
     window = ((layer.sy, layer.sx), (layer.py, layer.px), (layer.dy, layer.dx))
