@@ -325,3 +325,10 @@ def test_commands_do_not_wait_for_the_compiler_to_be_imported():
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "mirrorquant.train.loop" in imported
     assert [name for name in imported if name.startswith(("torch._dynamo", "torch._inductor"))] == []
+
+
+def test_what_a_killed_run_was_writing_is_removed_when_it_goes_on(run_folder):
+    half = run_folder / "checkpoint.mq.new.0123abcd.writing"
+    half.write_bytes(b"half of a checkpoint")
+    assert main(["train", "--resume", str(run_folder), "--quiet"]) == 0
+    assert not half.exists()

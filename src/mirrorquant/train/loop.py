@@ -77,6 +77,8 @@ class Run:
         self.lock = _Lock(folder)
         path = folder / "config.json"
         try:
+            for unfinished in folder.glob("*.writing"):  # by a run that was killed
+                unfinished.unlink(missing_ok=True)
             if not resume and path.exists():
                 raise RunError(f"{folder} holds a run already: continue it with --resume, or choose another --out")
             self._build()
