@@ -215,7 +215,7 @@ def _evaluate_file(options: argparse.Namespace) -> None:
         from mirrorquant.packing.to_onnx import OnnxModel
 
         model, how = OnnxModel(path), "run by ONNX Runtime"
-    data = load(name, options.data_root or "data")
+    data = load(name, options.data_root or Config.data_root)
     result: dict[str, Any] = {"file": str(path), "split": options.split, "bytes": path.stat().st_size}
     try:
         result["accuracy"], result["loss"] = accuracy(model, getattr(data, options.split), data)

@@ -190,10 +190,10 @@ class Run:
 
     def _fast_step(self) -> None:
         """A step of the fast engine; where it cannot serve, it says so and the plain one takes over."""
-        from mirrorquant.train.fast import FastStep
-
         try:
             if self.fast is None:
+                from mirrorquant.train.fast import FastStep
+
                 self.model.train()
                 self.fast = FastStep(
                     self.model,
@@ -313,10 +313,10 @@ class Run:
     def _rounded_score(self) -> tuple[float, float]:
         """Validation accuracy and loss of the rounded network; where the fast score cannot serve, it says so."""
         if self.fast is not None and self.scores:
-            from mirrorquant.train.fast_score import FastScore
-
             try:
                 if self.score is None:
+                    from mirrorquant.train.fast_score import FastScore
+
                     normalise = Normalise(self.data.val, self.data.mean, self.data.std)
                     compiled = self.config.wants("compile")
                     self.score = FastScore(self.fast, self.data.val, normalise, EVAL_BATCH, compiled=compiled)

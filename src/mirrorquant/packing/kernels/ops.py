@@ -187,12 +187,12 @@ def _new_plan(
         size = linear_size(x, shape, activation)
         rows = x.numel() // shape[1]
         image, result = (min(rows, 1), 1, max(rows, 1), shape[1]), (1, max(rows, 1))
-        last, axis = torch.contiguous_format, -1
+        format_, axis = torch.contiguous_format, -1
     else:
         size = conv2d_size(x, shape, stride, padding, dilation, groups, activation)
         image, result = (x.shape[0], x.shape[2], x.shape[3], x.shape[1]), size[2:]
-        last, axis = torch.channels_last, 1
-    strides = torch.empty(size, device="meta", memory_format=last).stride()
+        format_, axis = torch.channels_last, 1
+    strides = torch.empty(size, device="meta", memory_format=format_).stride()
     whole, unit = full_shape(shape), fallback.affine(levels)
     native_input = path != "torch" and x.dtype == torch.float32 and x.is_cpu
     if not native_input or unit is None or not is_native(whole, groups, levels):
