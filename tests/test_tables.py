@@ -105,12 +105,16 @@ def test_runs_with_overrides_that_matter_are_listed_apart(put):
     text = put(
         summary(MD, 93.0, 1, 93.18, overrides=free),
         summary(MD, 80.0, 1, 93.18, overrides={"iterations": 500, "skip": "a|b", "seed": 1}),
+        summary(MD, 85.0, 1, 93.18, overrides={"precision": "float32", "seed": 1}),
         summary(None, 70.0),
     )
     table, others = text.split("## Other runs")
     assert cells(table, "MD-tanh-S")[0][2] == "93.00"
     assert "80.00" not in table
-    assert cells(others, MD) == [[MD, r"`iterations=500`, `skip=a\|b`", "80.00", "1", "400", "4.5"]]
+    assert cells(others, MD) == [
+        [MD, r"`iterations=500`, `skip=a\|b`", "80.00", "1", "400", "4.5"],
+        [MD, "`precision=float32`", "85.00", "1", "400", "4.5"],
+    ]
     assert cells(others, "digits, digitsnet, md-tanh-s")[0][1:3] == ["no recipe", "70.00"]
 
 
