@@ -45,6 +45,7 @@ typedef struct {
     int64_t down, across;   /* rectangles in an image */
     int64_t ring;           /* columns of tables that are kept: (kw - 1) * dx + 1 */
     int64_t quads_in_block; /* of channels that tables are made for */
+    int64_t chunks;         /* threads that share a set by output channels, each with tables of its own */
     const float *zeros;     /* what a padded position reads, channels of a group */
 } plan;
 
@@ -329,23 +330,29 @@ static int64_t input_rows(int64_t rows, int64_t stride, int64_t kernel, int64_t 
     return mq_min((rows - 1) * stride + (kernel - 1) * dilation + 1, rows * kernel);
 }
 
-/* The rectangle with the least work: small ones fill the lanes, large ones make fewer tables. */
+/* The rectangle with the least work for the busiest thread: small ones fill the lanes, large ones make fewer tables.
+ * Threads take whole sets, or where these do not come out even, each its output channels of every set. */
 static void choose_rectangle(plan *p) {
     const mq_layer *is = &p->call->is;
-    const int64_t channels = p->call->blocks8 * 8;
+    const int64_t all = mq_min(is->threads, p->call->blocks8);
     double least = 0;
     for (int64_t height = 1; height <= mq_min(is->oh, 16); height++)
-        for (int64_t across = 1; across <= mq_min(is->ow, 64); across++) {
+        for (int64_t across = 1, last = 0; across <= mq_min(is->ow, 64); across++) {
             const int64_t width = mq_ceil_div(is->ow, across), down = mq_ceil_div(is->oh, height);
-            const int64_t sets = mq_ceil_div(is->n * down * across, LANES);
+            if (width == last) continue; /* the same with lanes to spare */
+            last = width;
+            const int64_t sets = mq_ceil_div(is->n * down * across, LANES) * is->groups;
             const int64_t tables =
                 input_rows(height, is->sy, is->kh, is->dy) * input_rows(width, is->sx, is->kw, is->dx);
-            const int64_t look_ups = height * width * p->call->taps * p->call->planes * channels;
-            double cost = (double)sets * (double)(look_ups + tables * BUILD_COST);
-            if (height * width * channels * LANES * 4 > SUMS_IN_CACHE) cost *= 1.5;
-            if (least == 0 || cost < least) {
-                least = cost;
-                p->height = height, p->width = width, p->down = down, p->across = across;
+            for (int64_t chunks = 1; chunks <= all; chunks += mq_max(all - 1, 1)) {
+                const int64_t channels = mq_ceil_div(p->call->blocks8, chunks) * 8;
+                const int64_t look_ups = height * width * p->call->taps * p->call->planes * channels;
+                double cost = (double)(look_ups + tables * BUILD_COST) * mq_ceil_div(sets * chunks, is->threads);
+                if (height * width * channels * LANES * 4 > SUMS_IN_CACHE) cost *= 1.5;
+                if (least == 0 || cost < least) {
+                    least = cost;
+                    p->height = height, p->width = width, p->down = down, p->across = across, p->chunks = chunks;
+                }
             }
         }
 }
@@ -356,9 +363,7 @@ int PATH(mq_float)(const mq_call *call) {
     choose_rectangle(&p);
     p.quads_in_block = mq_min(mq_max(1, TABLES_IN_CACHE / p.ring), call->quads);
     const int64_t sets = mq_ceil_div(is->n * p.down * p.across, LANES), items = sets * is->groups;
-    /* Few sets: threads share a set by output channels, each with tables of its own. */
-    const int64_t chunks = items % is->threads && items < 8 * is->threads ? mq_min(is->threads, call->blocks8) : 1;
-    const int64_t blocks = mq_ceil_div(call->blocks8, chunks);
+    const int64_t chunks = p.chunks, blocks = mq_ceil_div(call->blocks8, chunks);
     const int64_t zero_floats = mq_ceil_div(call->cg, 16) * 16, table_floats = p.ring * p.quads_in_block * TABLE;
     const int64_t sum_floats = p.height * p.width * blocks * 8 * LANES,
                   extra = (p.ring + is->kh + call->planes * is->kw + 8) / 8 * 64;
