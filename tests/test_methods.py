@@ -168,6 +168,24 @@ def test_keeping_the_primal_point_changes_nothing_before_it_reaches_a_level(name
     torch.testing.assert_close(*paths, rtol=0, atol=1e-9)
 
 
+def test_the_kept_primal_point_freezes_as_the_printed_closed_form_does_in_float32():
+    """Steps that grow until all weights have settled: which weight settles when, and where, is decided by rounding."""
+    torch.manual_seed(0)
+    method = methods.MDTanhPrimal()
+    printed = torch.empty(2000).uniform_(-0.9, 0.9)
+    v, drift = torch.atanh(printed), torch.randn(2000)
+    frozen = []
+    for step in range(1500):
+        move = (0.02 + 0.0004 * step) * (torch.randn(2000) + 0.2 * drift * (1 if step % 200 < 150 else -2))
+        v = method.settle(v - move, 1.0, 1.0)
+        e = (1 + printed) / (1 - printed + 1e-20) * torch.exp(-2 * move)
+        printed = (e - 1) / (e + 1)
+        frozen.append(((printed.abs() == 1).float().mean().item(), torch.isinf(v).float().mean().item()))
+    assert any(0.2 < theirs < 0.8 for theirs, _ in frozen)
+    assert max(abs(theirs - ours) for theirs, ours in frozen) < 0.03
+    assert (printed == torch.tanh(v)).float().mean() > 0.97
+
+
 def test_proxquant_is_the_published_prox():
     method, r = methods.PQ(), 0.3
     w = torch.tensor([-2.0, -1.1, -0.8, -0.1, 0.0, 0.4, 1.0, 1.5])

@@ -238,19 +238,25 @@ class MDTanh(MDTanhS):
 
 
 class MDTanhPrimal(MDTanh):
-    """MD-tanh that keeps the primal point in its own precision: a weight that has reached its level stays there.
+    """MD-tanh that keeps the primal point as the printed closed form does: a weight that reaches its level stays there.
 
-    The closed form of tab:eg_projns takes 1 ± w, which float32 rounds: it cannot leave ±1 again. So the weights freeze
-    one after the other as β grows, while those of ``md-tanh`` go on, with ever longer steps β D.
+    tab:eg_projns has w = (E − 1) / (E + 1) with E = (1 + w)/(1 − w) exp(−2 β D) = e^{2v}. In floating point E absorbs
+    the 1, from 2²⁴ on in float32 (v = 8.3), and then w is ±1, from where the closed form never leads away. So weights
+    freeze one after the other as β grows, while those of ``md-tanh`` go on, with ever longer steps β D.
     """
 
     name = "md-tanh-primal"
     can_decay = False  # a latent that has reached its level is infinite
 
     def settle(self, latent: Tensor, beta: Beta, lr: Beta) -> Tensor:
-        """v = P_1⁻¹(w) of the rounded w = P_1(v), which is infinite where w is a level."""
+        """v = P_1⁻¹(w) of w = (E − 1) / (E + 1), each operation rounded; infinite where w is a level."""
         centre, radius = self.levels.centre, self.levels.radius
-        return centre + radius * torch.atanh(torch.tanh((latent - centre) / radius))
+        v = ((latent - centre) / radius).clamp(-20, 20)  # e^40 and e^-40 absorb and are absorbed by 1
+        e = torch.exp(2 * v)
+        above, below = e + 1, e - 1
+        # The same quotient, but right to the last bit where w is near ±1 even if a compiler divides approximately.
+        w = torch.where(v > 0, 1 - (above - below) / above, (above + below) / above - 1)
+        return centre + radius * torch.atanh(w)
 
 
 def in_place(weight: Tensor) -> bool:
