@@ -1,10 +1,10 @@
 /* Float activations, a template. Define before: PATH(name), and VECTOR_LANES = 4, 8 or 16.
  *
- * LANES = 16 output pixels are computed side by side. Four input channels at one kernel position make a table of 16
- * entries, one a combination of signs, each the signed sum for the 16 pixels. Then an output channel costs one load and
- * add of 16 floats for 4 x 16 products, and the nibble of its weights is the address:
+ * LANES output pixels are computed side by side. Four input channels at one kernel position make a table of 16 entries,
+ * one a combination of signs, each the signed sum for these pixels. Then an output channel costs one load and add of
+ * LANES floats for 4 x LANES products, and the nibble of its weights is the address:
  *
- *     acc[o] += table[nibble[o]]        (two 32-byte loads for 64 products: what the load ports can do is the limit)
+ *     acc[o] += table[nibble[o]]        (a 32-byte load for 32 products: what the load ports can do is the limit)
  *
  * Tables must stay in the first-level cache, so the sum over channels goes in blocks. A lane has a rectangle of output
  * pixels. Within a block of channels its input rows are visited from top to bottom, and their columns from left to
@@ -21,22 +21,20 @@
 #endif
 
 enum {
-    LANES = 16,
-    PARTS = LANES / VECTOR_LANES,     /* vectors that hold the lanes */
-    TILE = VECTOR_LANES >= 8 ? 8 : 4, /* output channels whose sums are in registers at a time */
-    TABLE = 16 * LANES,               /* floats of a table */
-    TABLES_IN_CACHE = 24,             /* of 1 KiB each, in a first-level cache of 32 or 48 KiB */
-    SUMS_IN_CACHE = 256 * 1024,       /* bytes of sums that go to and fro between two blocks */
-    BUILD_COST = 40,                  /* look-ups that take as long as to make a table */
+    LANES = VECTOR_LANES == 8 ? 8 : 16,
+    PARTS = LANES / VECTOR_LANES,       /* vectors that hold the lanes */
+    TILE = 16 / PARTS,                  /* output channels whose sums are in registers at a time */
+    BLOCKS = TILE > 8 ? TILE / 8 : 1,   /* blocks of 8 channels that a tile takes from */
+    TABLE = 16 * LANES,                 /* floats of a table */
+    TABLES_IN_CACHE = 24 * 256 / TABLE, /* 24 KiB, in a first-level cache of 32 or 48 KiB */
+    SUMS_IN_CACHE = 256 * 1024,         /* bytes of sums that go to and fro between two blocks */
+    BUILD_COST = 40,                    /* look-ups that take as long as to make a table */
 };
 
 typedef float vec __attribute__((vector_size(4 * VECTOR_LANES)));
-#if VECTOR_LANES >= 8
-typedef uint64_t tile_nibbles;
-#else
-typedef uint32_t tile_nibbles;
-#endif
-static const tile_nibbles NIBBLE_BITS = (tile_nibbles)UINT64_C(0x7878787878787878);
+/* A damaged weight, whose byte is not a nibble << 3, looks between the entries or into what follows the table; there is
+ * room for it. SSE cannot read between them: there the bits are masked out. */
+typedef float entry __attribute__((vector_size(4 * VECTOR_LANES), aligned(VECTOR_LANES == 4 ? 16 : 4)));
 
 /* How an image is cut into the rectangles of the lanes. */
 typedef struct {
@@ -130,61 +128,82 @@ static inline void PATH(build)(float *restrict table, const float *const *pixel,
 }
 #endif
 
-/* sums[8][LANES] (+)= the look-ups of 8 output channels in all tables of a block; base has one table a step (plane,
- * kx), the next quad's follows it. Steps and quads are constants where this is inlined for the usual kernels: then
- * there are no branches left, and none to predict wrongly. */
+/* The two lowest bytes, and their removal: three instructions, of which GCC would make six. */
+#if defined(__x86_64__)
+#define FIRST_BYTE(from, to) __asm__("movzbl %b1, %k0" : "=r"(to) : "Q"(from))
+#define SECOND_BYTE(from, to) __asm__("movzbl %h1, %k0" : "=R"(to) : "Q"(from))
+#define DROP_TWO(from) __asm__("shrq $16, %0" : "+Q"(from) : : "cc")
+#else
+#define FIRST_BYTE(from, to) ((to) = (from) & 255)
+#define SECOND_BYTE(from, to) ((to) = (from) >> 8 & 255)
+#define DROP_TWO(from) ((from) >>= 16)
+#endif
+
+/* sums[tile][LANES] (+)= the look-ups of so many output channels in all tables of a block of channels; base has one
+ * table a step (plane, kx), the next quad's follows it. Inlined with constant steps for the usual kernels. The code is
+ * short on purpose: a busy neighbour on the same core leaves little room for instructions. */
 static inline __attribute__((always_inline)) void PATH(look_up)(float *restrict sums, const float *const *base,
                                                                 int64_t steps, int64_t quads, const uint8_t *weights,
-                                                                int add) {
-    for (int first = 0; first < 8; first += TILE) {
-        vec acc[TILE][PARTS];
-#pragma GCC unroll 8
-        for (int o = 0; o < TILE; o++)
+                                                                int64_t block_bytes, int tile, int add) {
+    vec acc[TILE][PARTS];
+#pragma GCC unroll 16
+    for (int o = 0; o < tile; o++)
 #pragma GCC unroll 4
-            for (int part = 0; part < PARTS; part++) acc[o][part] = (vec){0};
-        const uint8_t *nibble = weights + first;
-        const float *near[3] = {base[0], base[steps > 1],
-                                base[steps > 2 ? 2 : 0]}; /* in registers, unlike base itself */
-#pragma GCC unroll 24
-        for (int64_t quad = 0; quad < quads; quad++)
+        for (int part = 0; part < PARTS; part++) acc[o][part] = (vec){0};
+    const char *near[3]; /* in registers, unlike base itself */
 #pragma GCC unroll 3
-            for (int64_t step = 0; step < steps; step++, nibble += 8) {
-                const char *table = (const char *)((steps <= 3 ? near[step] : base[step]) + quad * TABLE);
-                tile_nibbles nibbles; /* of all TILE channels in one load: load ports are what is scarce */
-                memcpy(&nibbles, nibble, TILE);
-                nibbles &= NIBBLE_BITS; /* a damaged weight stays within its table */
-#pragma GCC unroll 8
-                for (int o = 0; o < TILE; o++) {
-                    const size_t index = nibbles >> 8 * o & 255; /* nibble << 3, and 64 bytes an entry */
-                    const vec *entry = (const vec *)(table + 8 * index);
+    for (int64_t step = 0; step < mq_min(steps, 3); step++) near[step] = (const char *)base[step];
+    const int together = tile < 8 ? tile : 8; /* channels whose nibbles come in one load: load ports are scarce */
+#pragma GCC unroll 2
+    for (int64_t quad = 0; quad < quads; quad++)
+#pragma GCC unroll 3
+        for (int64_t step = 0; step < steps; step++, weights += 8) {
+            const char *table = steps <= 3 ? near[step] : (const char *)(base[step] + quad * TABLE);
+            if (steps <= 3) near[step] += TABLE * sizeof(float);
+#pragma GCC unroll 2
+            for (int first = 0; first < tile; first += together) {
+                uint64_t nibbles = 0;
+                memcpy(&nibbles, weights + first / 8 * block_bytes, (size_t)together);
+                if (VECTOR_LANES == 4) nibbles &= UINT64_C(0x7878787878787878);
 #pragma GCC unroll 4
-                    for (int part = 0; part < PARTS; part++) acc[o][part] += entry[part];
+                for (int o = first; o < first + together; o += 2) {
+                    size_t one, two; /* nibble << 3; an entry has 4 * LANES bytes */
+                    FIRST_BYTE(nibbles, one);
+                    SECOND_BYTE(nibbles, two);
+                    if (o < first + together - 2) DROP_TWO(nibbles);
+#pragma GCC unroll 4
+                    for (int part = 0; part < PARTS; part++)
+                        acc[o][part] += ((const entry *)(table + LANES / 2 * one))[part];
+#pragma GCC unroll 4
+                    for (int part = 0; part < PARTS; part++)
+                        acc[o + 1][part] += ((const entry *)(table + LANES / 2 * two))[part];
                 }
-                __asm__ volatile("" ::: "memory"); /* else GCC sums channel by channel, and spills all the indices */
             }
-        vec *out = (vec *)(sums + first * LANES);
-#pragma GCC unroll 8
-        for (int o = 0; o < TILE; o++)
+            __asm__ volatile("" ::: "memory"); /* else GCC sums channel by channel, and spills all the indices */
+        }
+    vec *out = (vec *)sums;
+#pragma GCC unroll 16
+    for (int o = 0; o < tile; o++)
 #pragma GCC unroll 4
-            for (int part = 0; part < PARTS; part++)
-                out[o * PARTS + part] = add ? out[o * PARTS + part] + acc[o][part] : acc[o][part];
-    }
+        for (int part = 0; part < PARTS; part++)
+            out[o * PARTS + part] = add ? out[o * PARTS + part] + acc[o][part] : acc[o][part];
 }
 
 /* The same for all blocks of 8 channels of a column; block_bytes from one block's weights to the next. */
 static void PATH(look_up_blocks)(float *sums, const float *const *base, int64_t steps, int64_t quads,
                                  const uint8_t *weights, int64_t block_bytes, int64_t blocks, int add) {
-    for (int64_t b = 0; b < blocks; b++, sums += 8 * LANES, weights += block_bytes) {
-        for (int line = 0; line < 3; line++) __builtin_prefetch(weights + block_bytes + 64 * line);
-        if (steps == 3 && quads == TABLES_IN_CACHE / 3)
-            PATH(look_up)(sums, base, 3, TABLES_IN_CACHE / 3, weights, add);
-        else if (steps == 1 && quads == TABLES_IN_CACHE)
-            PATH(look_up)(sums, base, 1, TABLES_IN_CACHE, weights, add);
-        else if (steps == 3)
-            PATH(look_up)(sums, base, 3, quads, weights, add);
-        else
-            PATH(look_up)(sums, base, steps, quads, weights, add);
+    for (; blocks >= BLOCKS; blocks -= BLOCKS, weights += BLOCKS * block_bytes) {
+        for (int block = BLOCKS; block < 2 * BLOCKS; block++)
+            for (int line = 0; line < 3; line++) __builtin_prefetch(weights + block * block_bytes + 64 * line);
+        for (int o = 0; o < 8 * BLOCKS; o += TILE, sums += TILE * LANES)
+            if (steps == 3)
+                PATH(look_up)(sums, base, 3, quads, weights + o, block_bytes, TILE, add);
+            else if (steps == 1)
+                PATH(look_up)(sums, base, 1, quads, weights + o, block_bytes, TILE, add);
+            else
+                PATH(look_up)(sums, base, steps, quads, weights + o, block_bytes, TILE, add);
     }
+    if (BLOCKS > 1 && blocks) PATH(look_up)(sums, base, steps, quads, weights, block_bytes, 8, add);
 }
 
 /* The tables of an input column of the visited row, for the quads [quad, end). */
@@ -311,18 +330,19 @@ static void PATH(run_set)(const plan *p, workspace *work, int64_t group, int64_t
                     }
                     for (int64_t plane = 0; plane < call->planes; plane++) work->base[plane * is->kw + kx] = table;
                 }
-                for (int64_t ky = 0; ky < is->kh; ky++)
-                    if (work->meets[ky] >= 0)
-                        PATH(look_up_blocks)(work->sums + (work->meets[ky] * p->width + column) * pixel, work->base,
-                                             steps, count, weights + (ky * call->quads + quad) * steps * 8, block_bytes,
-                                             blocks, quad + ky > 0);
+                for (int64_t ky = 0; ky < is->kh; ky++) {
+                    const int64_t out = work->meets[ky];
+                    if (out < 0) continue;
+                    float *sums = work->sums + (out * p->width + column) * pixel;
+                    PATH(look_up_blocks)(sums, work->base, steps, count,
+                                         weights + (ky * call->quads + quad) * steps * 8, block_bytes, blocks,
+                                         quad + ky > 0);
+                    if (ky == is->kh - 1 && quad + count == call->quads)
+                        PATH(write_pixels)(call, &lanes, group, out, column, block, blocks, sums);
+                }
             }
         }
     }
-    for (int64_t row = 0; row < p->height; row++)
-        for (int64_t column = 0; column < p->width; column++)
-            PATH(write_pixels)(call, &lanes, group, row, column, block, blocks,
-                               work->sums + (row * p->width + column) * pixel);
 }
 
 /* Rows (or columns) of the input whose tables are made for so many of the output. */
@@ -348,7 +368,7 @@ static void choose_rectangle(plan *p) {
                 const int64_t channels = mq_ceil_div(p->call->blocks8, chunks) * 8;
                 const int64_t look_ups = height * width * p->call->taps * p->call->planes * channels;
                 double cost = (double)(look_ups + tables * BUILD_COST) * mq_ceil_div(sets * chunks, is->threads);
-                if (height * width * channels * LANES * 4 > SUMS_IN_CACHE) cost *= 1.5;
+                if (height * width * channels * LANES * 4 > SUMS_IN_CACHE) cost *= 1.05;
                 if (least == 0 || cost < least) {
                     least = cost;
                     p->height = height, p->width = width, p->down = down, p->across = across, p->chunks = chunks;
@@ -364,7 +384,9 @@ int PATH(mq_float)(const mq_call *call) {
     p.quads_in_block = mq_min(mq_max(1, TABLES_IN_CACHE / p.ring), call->quads);
     const int64_t sets = mq_ceil_div(is->n * p.down * p.across, LANES), items = sets * is->groups;
     const int64_t chunks = p.chunks, blocks = mq_ceil_div(call->blocks8, chunks);
-    const int64_t zero_floats = mq_ceil_div(call->cg, 16) * 16, table_floats = p.ring * p.quads_in_block * TABLE;
+    const int64_t zero_floats = mq_ceil_div(call->cg, 16) * 16;
+    /* Two tables more, into which a damaged weight may look: its byte is up to 255, not 15 << 3. */
+    const int64_t table_floats = (p.ring * p.quads_in_block + 2) * TABLE;
     const int64_t sum_floats = p.height * p.width * blocks * 8 * LANES,
                   extra = (p.ring + is->kh + call->planes * is->kw + 8) / 8 * 64;
     const int64_t each = (table_floats + sum_floats) * (int64_t)sizeof(float) + extra;
