@@ -249,6 +249,15 @@ def test_wrong_input_is_told_in_one_line(arguments, code, message, capsys, tmp_p
     assert told.count("\n") == 1
 
 
+def test_results_that_cannot_be_kept_are_told_before_training(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for results in (tmp_path / "file", tmp_path / "file" / "results"):
+        for command in (["train"], ["compare", "--methods", "bc"]):
+            assert main([*command, *TINY, "--out", str(tmp_path / "run"), "--results", str(results)]) == 1
+            assert f"{results} cannot be read or written" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def no_network(*arguments, **options):
     raise OSError("no network")
 

@@ -155,6 +155,14 @@ def test_a_model_of_ones_own_needs_its_structure(tmp_path):
         mq.load(path, mq.models.resnet18())
 
 
+def test_a_compiled_model_is_packed_as_the_model_itself(tmp_path):
+    model = on_levels(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)))
+    compiled = nn.DataParallel(torch.compile(model, backend="eager"))
+    assert mq.pack(compiled).layers() == ["0", "3"]
+    mq.save(compiled, tmp_path / "model.safetensors")
+    assert same_state(mq.unpack(mq.load(tmp_path / "model.safetensors", compiled)), model)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_model_in_another_dtype_comes_back_in_it(dtype, tmp_path):
     model = network("digitsnet").to(dtype)

@@ -62,6 +62,13 @@ def test_what_a_hook_computes_the_weight_from_is_refused_unless_skipped(wrap, pa
     assert names(mq.split(model, skip=["1"])[1]) == ["0.weight", "0.bias"]
 
 
+def test_a_compiled_model_goes_by_its_own_names():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    wrapped = nn.DataParallel(torch.compile(model, backend="eager"))
+    for wrapped_group, group in zip(mq.split(wrapped, skip=["1"]), mq.split(model, skip=["1"]), strict=True):
+        assert names(wrapped_group) == names(group)
+
+
 def test_frozen_parameters_are_left_alone():
     model = small_network()
     model[0].weight.requires_grad_(False)

@@ -22,6 +22,7 @@ import io
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(options: argparse.Namespace) -> None:
     """Trains a recipe, or goes on with a run."""
+    _try_writing(options.results)
     if options.resume:
         if options.recipe or options.overrides or options.out:
             raise ConfigError(
@@ -127,6 +129,7 @@ def train(options: argparse.Namespace) -> None:
 
 def compare(options: argparse.Namespace) -> None:
     """Trains several methods on one task."""
+    _try_writing(options.results)
     if any(text.startswith("seed=") for text in options.overrides):
         raise ConfigError("compare trains with the seeds 0, 1, ...: say how many by --seeds, not which by seed=")
     folder = options.out or Path("runs") / ("compare-" + options.task.replace("/", "-"))
@@ -403,9 +406,16 @@ def _folder(config: Config) -> Path:
     return folder
 
 
+def _try_writing(results: Path | None) -> None:
+    """Makes the folder of the results and a file in it: better an error now than after hours of training."""
+    if results is not None:
+        results.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=results):
+            pass
+
+
 def _keep(summary: dict[str, Any], results: Path) -> None:
     """Writes the summary to the results, without the place where this machine's data lie."""
-    results.mkdir(parents=True, exist_ok=True)
     changed = {k: v for k, v in summary["overrides"].items() if k != "data_root"}
     config = {k: v for k, v in summary["config"].items() if k not in ("data_root", "overrides")}
     summary = {**summary, "config": config, "overrides": changed}

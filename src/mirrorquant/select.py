@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["NORMS", "split"]
+__all__ = ["NORMS", "split", "unwrapped"]
 
 NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -41,7 +41,7 @@ def split(
     ``nn.Linear`` all linear layers. A tied parameter goes by all of its names.
 
     Args:
-        model: any module.
+        model: any module; one in torch.compile or DistributedDataParallel goes by the names that it has outside.
         skip: patterns of what stays in float.
         only: patterns of what is quantized, where not everything is.
         norms: whether the scales and shifts of normalization layers are quantized too.
@@ -49,6 +49,7 @@ def split(
     Returns:
         One or two groups of named parameters: float first, where there is any. Frozen parameters are in neither.
     """
+    model = unwrapped(model)
     skip, only = _listed(skip), None if only is None else _listed(only)
     names = _names(model)
     if not names:
@@ -77,6 +78,22 @@ def split(
                 "torch.nn.utils.remove_weight_norm, or skip the layer"
             )
     return ([{"params": floats, "method": "ref"}] if floats else []) + [{"params": quantized}]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile, DataParallel and DistributedDataParallel, which put their own names before its.
+
+    >>> net = nn.Linear(2, 2)
+    >>> unwrapped(nn.DataParallel(net)) is net
+    True
+    """
+    while True:
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:

@@ -19,6 +19,7 @@ from mirrorquant.nn import BinaryActivation
 from mirrorquant.packing.bits import PackedTensor, PackError
 from mirrorquant.packing.layers import pads
 from mirrorquant.packing.model import Entry, PackedModel, entries_of, in_place, skeleton, state, trace
+from mirrorquant.select import unwrapped
 
 __all__ = ["Window", "Writer", "export"]
 
@@ -50,6 +51,7 @@ def export(
         raise PackError(f"to is {to!r}, but it must be one of {', '.join(FORMATS)}")
     if isinstance(shape, int):
         raise PackError(f"shape is {shape}, but it must be that of one item of the batch, as in ({shape},)")
+    model = unwrapped(model)
     entries = model.entries() if isinstance(model, PackedModel) else entries_of(model, None)
     plain = copy.deepcopy(model.plain) if isinstance(model, PackedModel) else skeleton(model)
     writer: Writer

@@ -32,6 +32,7 @@ from mirrorquant._version import __version__
 from mirrorquant.levels import Levels
 from mirrorquant.packing.bits import MOST_LEVELS, PackedTensor, PackError, count_planes, layout, unpack_bits
 from mirrorquant.packing.model import Entry, PackedModel, assemble, entries_of, skeleton, state
+from mirrorquant.select import unwrapped
 
 __all__ = ["Contents", "load", "read", "save"]
 
@@ -99,7 +100,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, fuse: 
     """
     with _opened(path) as file:  # once: another one may take its name meanwhile
         contents = _read(Path(path), file)
-        plain = _build(contents) if model is None else skeleton(model)
+        plain = _build(contents) if model is None else skeleton(unwrapped(model))
         entries = contents.entries(plain, file)
     return assemble(plain, entries, fuse=fuse)
 
@@ -216,6 +217,7 @@ class _Bits:
 
 def dump(model: nn.Module, about: dict[str, Any] | None = None) -> bytes:
     """The content of a packed file."""
+    model = unwrapped(model)
     if isinstance(model, PackedModel):
         parameters = {name for name, _ in model.plain.named_parameters()}
         entries = {

@@ -24,7 +24,7 @@ from mirrorquant.levels import Levels
 from mirrorquant.nn import BinaryActivation
 from mirrorquant.packing.bits import PackedTensor, PackError, off_level
 from mirrorquant.packing.layers import PackedConv2d, PackedLinear
-from mirrorquant.select import _listed, _under
+from mirrorquant.select import _listed, _under, unwrapped
 
 __all__ = ["PackedModel", "pack", "unpack"]
 
@@ -77,6 +77,7 @@ def pack(
         ...
         mirrorquant.packing.bits.PackError: 2.weight holds ..., which is none of the levels -1, 1: ...
     """
+    model = unwrapped(model)
     if isinstance(model, PackedModel):
         if levels is None and not skip:
             return assemble(model.plain, copy.deepcopy(model.entries()), fuse=fuse, int8=int8)
