@@ -132,6 +132,7 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> str:
         with_classes=lambda classes, width=4: nn.Linear(width, classes),
         without_classes=lambda: nn.Linear(4, 3),
         not_a_model=lambda: 5,
+        lazy=lambda classes: nn.LazyLinear(classes),
         with_more=lambda classes, depth: nn.Linear(depth, classes),
     )
     monkeypatch.setitem(sys.modules, "my_networks", module)
@@ -150,6 +151,7 @@ def test_build_calls_a_function_of_the_user(mine: str) -> None:
     [
         ("my_networks:with_clases", "no function 'with_clases' in module 'my_networks'; did you mean 'with_classes'"),
         ("my_networks:not_a_model", "returned int, expected an nn.Module"),
+        ("my_networks:lazy", "lazy layers: call it with a batch of images before returning it"),
         ("no_such_package.networks:net", "no module 'no_such_package'"),
         ("my_networks:with_more", r"cannot be called with \['classes'\] alone: missing a required argument: 'depth'"),
         (":net", "expected 'module:function'"),

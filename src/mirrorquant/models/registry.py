@@ -52,7 +52,7 @@ def build(name: str, classes: int, **options: Any) -> nn.Module:
 
     Raises:
         ModelError: no such model, no such function, an option that it does not take, or a result that is not an
-            ``nn.Module``.
+            ``nn.Module`` or has lazy layers without a shape.
 
     Example:
         >>> from mirrorquant import models
@@ -82,6 +82,10 @@ def build(name: str, classes: int, **options: Any) -> nn.Module:
     model = function(**options)
     if not isinstance(model, nn.Module):
         raise ModelError(f"{name!r} returned {type(model).__name__}, expected an nn.Module: return the model itself")
+    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in model.parameters()):
+        raise ModelError(
+            f"{name!r} returned a model with lazy layers: call it with a batch of images before returning it"
+        )
     return model
 
 
