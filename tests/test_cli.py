@@ -182,11 +182,26 @@ def test_a_model_of_ones_own_is_named_for_its_packed_file(tmp_path, monkeypatch,
     (tmp_path / "ownnet.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     assert main(["train", *TINY, "model=ownnet:net", "--out", "run", "--quiet"]) == 0
+    capsys.readouterr()
     assert main(["pack", "run"]) == 0
+    told = capsys.readouterr().out
+    assert "mirrorquant eval run/packed.safetensors --model ownnet:net " in told
+    assert "mirrorquant export run/packed.safetensors --to onnx --model ownnet:net\n" in told
     assert main(["eval", "run/packed.safetensors"]) == 1
     assert "pass one of the same structure, by --model MODULE:FUNCTION" in capsys.readouterr().err
     assert main(["eval", "run/packed.safetensors", "--model", "ownnet:net"]) == 0
     assert main(["export", "run/packed.safetensors", "--to", "onnx", "--model", "ownnet:net"]) == 0
+
+
+def test_the_commands_to_run_next_work_as_they_are_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *TINY, "data=synthetic:1x8x8:3", "--out", "my run", "--quiet"]) == 0
+    assert main(["pack", "my run"]) == 0
+    assert main(["export", "my run", "--to", "onnx"]) == 0
+    lines = re.findall(r"^  mirrorquant (\S.*)", capsys.readouterr().out, re.M)
+    assert len(lines) == 7
+    for line in lines:
+        assert main(shlex.split(re.sub(r" {5,}.*", "", line))) == 0, line
 
 
 def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys):

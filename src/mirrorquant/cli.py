@@ -21,6 +21,7 @@ import difflib
 import io
 import json
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -121,10 +122,11 @@ def train(options: argparse.Namespace) -> None:
     for path in _pictures([run.folder]):
         print(f"wrote {path}")
     print(f"wrote {run.folder / 'best.mq'}, the best rounded network\n\nnext:")
-    print(f"  mirrorquant eval {run.folder}          its accuracy, and whether its weights really are on their levels")
-    print(f"  mirrorquant summary {run.folder}       its bits and bytes, layer by layer")
+    folder = shlex.quote(str(run.folder))
+    print(f"  mirrorquant eval {folder}          its accuracy, and whether its weights really are on their levels")
+    print(f"  mirrorquant summary {folder}       its bits and bytes, layer by layer")
     if run.config.method != "ref":
-        print(f"  mirrorquant pack {run.folder}          the network at its true size, in a file")
+        print(f"  mirrorquant pack {folder}          the network at its true size, in a file")
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -245,9 +247,12 @@ def pack(options: argparse.Namespace) -> None:
     print(
         f"wrote {path}: {contents.size:,} bytes; in float32 {full:,}: {full / contents.size:.1f} times as much\n\nnext:"
     )
-    print(f"  mirrorquant summary {path}       its bits and bytes, layer by layer")
-    print(f"  mirrorquant eval {path}          its accuracy, run packed")
-    print(f"  mirrorquant export {path} --to onnx")
+    file, own, name = shlex.quote(str(path)), contents.architecture is None, str(network.about.get("data", "NAME"))
+    model = f" --model {shlex.quote(str(network.about.get('model', 'MODULE:FUNCTION')))}" if own else ""
+    data = f" --data {shlex.quote(name)}" if ":" in name else ""  # a folder is not taken from a file unasked
+    print(f"  mirrorquant summary {file}       its bits and bytes, layer by layer")
+    print(f"  mirrorquant eval {file}{model}{data}          its accuracy, run packed")
+    print(f"  mirrorquant export {file} --to onnx{model}")
 
 
 def export(options: argparse.Namespace) -> None:
@@ -262,7 +267,8 @@ def export(options: argparse.Namespace) -> None:
     for file in written:
         print(f"wrote {file}: {file.stat().st_size:,} bytes")
     if options.to == "onnx":
-        print(f"\nnext:\n  mirrorquant eval {path} --data {network.about.get('data', 'NAME')}          in ONNX Runtime")
+        data = shlex.quote(str(network.about.get("data", "NAME")))
+        print(f"\nnext:\n  mirrorquant eval {shlex.quote(str(path))} --data {data}          in ONNX Runtime")
 
 
 def _output(told: Path | None, otherwise: Path) -> Path:

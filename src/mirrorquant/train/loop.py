@@ -11,6 +11,7 @@ import copy
 import json
 import math
 import platform
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -158,7 +159,7 @@ class Run:
                 self._save_checkpoint()
                 raise Interrupted(
                     f"stopped by {signal.Signals(stop.number).name} after iteration {self.step}; continue with "
-                    f"mirrorquant train --resume {self.folder}",
+                    f"mirrorquant train --resume {shlex.quote(str(self.folder))}",
                     stop.number,
                 )
             self.advance()
@@ -383,7 +384,9 @@ class Run:
         try:
             checkpoint.save(self.folder / "checkpoint.mq", state)
         except CheckpointError as error:
-            raise RunError(f"{error}. Free some space and continue with --resume {self.folder}") from error
+            raise RunError(
+                f"{error}. Free some space and continue with --resume {shlex.quote(str(self.folder))}"
+            ) from error
 
     def _load_checkpoint(self) -> None:
         state = checkpoint.load_newest(self.folder / "checkpoint.mq", self.messages.append)
