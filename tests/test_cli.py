@@ -204,6 +204,28 @@ def test_the_commands_to_run_next_work_as_they_are_printed(tmp_path, monkeypatch
         assert main(shlex.split(re.sub(r" {5,}.*", "", line))) == 0, line
 
 
+def test_a_result_with_long_overrides_gets_a_name_that_a_file_can_have(tmp_path):
+    results = tmp_path / "results"
+    for number, last in enumerate("ab", 1):
+        skip = "skip=" + ",".join(["conv1", "conv2.weight", "*.bias"] * 12 + [f"*{last}*"])
+        assert main(["train", *TINY, skip, "--out", str(tmp_path / last), "--results", str(results), "--quiet"]) == 0
+        assert len(list(results.glob("digits-digitsnet-binary-md-tanh-s-seed0-iterations-6-*.json"))) == number
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "--seeds", "two"], "two is not a whole number, 1 or more"),
+        (["export", "run", "--to", "onnx", "--shape", "3,32,32"], "3,32,32 is not sizes from 1 on with x between them"),
+        (["export", "run", "--to", "onnx", "--shape", "0x8x8"], "0x8x8 is not sizes from 1 on with x between them"),
+    ],
+)
+def test_a_wrong_number_is_told_with_what_it_should_be(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
 def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys):
     assert main(["train", "digits/digitsnet/ref", *TINY, "--out", str(tmp_path / "ref"), "--quiet"]) == 0
     whole, broken = tmp_path / "whole.safetensors", tmp_path / "broken.safetensors"

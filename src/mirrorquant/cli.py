@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import hashlib
 import io
 import json
 import re
@@ -427,8 +428,10 @@ def _keep(summary: dict[str, Any], results: Path) -> None:
     summary = {**summary, "config": config, "overrides": changed}
     changes = {k: v for k, v in summary["overrides"].items() if k not in FREE_KEYS | SPEED_KEYS}
     name = "-".join([summary["recipe"].replace("/", "-"), f"seed{summary['config']['seed']}"])
-    name += "".join(f"-{key}-{re.sub('[^A-Za-z0-9.]+', '-', str(value))}" for key, value in changes.items()) + ".json"
-    (results / name).write_text(json.dumps(summary) + "\n", encoding="utf-8")
+    name += "".join(f"-{key}-{re.sub('[^A-Za-z0-9.]+', '-', str(value))}" for key, value in changes.items())
+    if len(name) > 200:  # a file's name may have 255 bytes
+        name = f"{name[:183]}-{hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:16]}"
+    (results / f"{name}.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
 
 
 def _best(folder: Path) -> tuple[Config, dict[str, Any]]:
@@ -589,12 +592,14 @@ def _run(text: str) -> Path:
 
 
 def _count(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, 1 or more")
     return int(text)
 
 
 def _shape(text: str) -> list[int]:
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text} is not sizes from 1 on with x between them, as in 3x32x32")
     return [int(size) for size in text.split("x")]
 
 
