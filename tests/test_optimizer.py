@@ -752,3 +752,10 @@ def test_a_diverged_latent_is_not_rounded():
     with pytest.raises(RuntimeError, match=r"latent of 3\.weight holds NaN"):
         opt.finalize()
     assert not opt.finalized
+
+
+@pytest.mark.parametrize("value", [None, "fast"])
+def test_a_schedule_that_gives_no_number_is_named(value):
+    base = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    with pytest.raises(TypeError, match=f"anneal gives {value!r} at step 0, but it must be a number"):
+        mq.MirrorDescent(base, anneal=lambda step: value)

@@ -447,7 +447,11 @@ def _keep_out_of_graphs() -> None:
 def _beta(schedule: Schedule, method: Method, step: int) -> float:
     if not callable(schedule):
         raise TypeError(f"anneal is {schedule!r}, but it must be a function of the step: try mq.anneal.geometric(1.02)")
-    beta = float(schedule(step))
+    value = schedule(step)
+    try:
+        beta = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"anneal gives {value!r} at step {step}, but it must be a number: change {schedule}") from None
     if not method.lowest_beta <= beta <= 1e35:
         raise ValueError(
             f"beta is {beta:g} at step {step}, but {type(method).__name__} needs a beta from {method.lowest_beta:g} to "
