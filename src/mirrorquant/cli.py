@@ -137,7 +137,7 @@ def compare(options: argparse.Namespace) -> None:
         raise ConfigError("compare trains with the seeds 0, 1, ...: say how many by --seeds, not which by seed=")
     folder = options.out or Path("runs") / ("compare-" + options.task.replace("/", "-"))
     rows, folders = [], []
-    chosen = options.methods.split(",")
+    chosen = [method.strip() for method in options.methods.split(",")]
     if len(set(chosen)) < len(chosen):
         raise ConfigError(f"--methods is {options.methods}, which names a method twice")
     configs = [(method, seed, _compared(options, method, seed)) for method in chosen for seed in range(options.seeds)]
@@ -428,7 +428,7 @@ def _keep(summary: dict[str, Any], results: Path) -> None:
     summary = {**summary, "config": config, "overrides": changed}
     changes = {k: v for k, v in summary["overrides"].items() if k not in FREE_KEYS | SPEED_KEYS}
     name = "-".join([summary["recipe"].replace("/", "-"), f"seed{summary['config']['seed']}"])
-    name += "".join(f"-{key}-{re.sub('[^A-Za-z0-9.]+', '-', str(value))}" for key, value in changes.items())
+    name += "".join(f"-{key}-{re.sub('[^A-Za-z0-9.]', '-', str(value))}" for key, value in changes.items())
     if len(name) > 200:  # a file's name may have 255 bytes
         name = f"{name[:183]}-{hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:16]}"
     (results / f"{name}.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
