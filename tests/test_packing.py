@@ -2,6 +2,7 @@
 
 import copy
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -655,3 +656,27 @@ def test_binary_activation_has_the_gradients_it_says():
         assert slope.tolist() == slopes
     with pytest.raises(ValueError, match="gradient is 'straight'"):
         BinaryActivation("straight")
+
+
+class ChangedView(nn.Module):
+    """Changes a tensor through a view of it, or the reverse, and goes on with the other one."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.conv, self.relu, self.way = nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True), way
+
+    def forward(self, x):
+        y = self.conv(x)
+        z = y.view(x.size(0), -1) if self.way == "view" else y.flatten(1)
+        self.relu(z if self.way != "source" else y)
+        return z if self.way in ("source", "alone") else y
+
+
+@pytest.mark.parametrize("way", ["view", "flatten", "source", "alone"])
+@torch.no_grad()
+def test_what_is_changed_through_a_view_is_changed(way):
+    model, x = on_levels(ChangedView(way)), torch.randn(2, 3, 6, 6)
+    with nullcontext() if way == "alone" else pytest.warns(UserWarning, match="in place, by a view of the same memory"):
+        packed = mq.pack(model)
+    assert packed.fused == (way == "alone")
+    torch.testing.assert_close(packed(x), model(x), rtol=1e-4, atol=1e-4)

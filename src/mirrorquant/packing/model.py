@@ -377,6 +377,7 @@ def _trace(network: nn.Module) -> fx.Graph | None:
         return None
     try:
         graph = trace(network)
+        _refuse_changed_views(network, graph)
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(
@@ -483,6 +484,36 @@ def in_place(network: nn.Module, node: fx.Node) -> bool:
 
 
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")
+
+
+def origins(network: nn.Module, graph: fx.Graph, *, copied: bool) -> dict[fx.Node, fx.Node]:
+    """For each node the one whose memory it shows, in the same order; with ``copied``, also where it may be a copy."""
+    modules, names = (_VIEW_MODULES + _COPY_MODULES, _VIEWS + _COPIES) if copied else (_VIEW_MODULES, _VIEWS)
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        source = node.args[0] if node.args else None
+        name = str(getattr(node.target, "__name__", node.target))
+        shows = type(_module(network, node)) in modules if node.op == "call_module" else name in names
+        found[node] = found[source] if isinstance(source, fx.Node) and (shows or in_place(network, node)) else node
+    return found
+
+
+_VIEWS = ("squeeze", "unsqueeze", "dropout")
+_COPIES = ("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "contiguous")  # in another layout
+_VIEW_MODULES = (nn.Identity, nn.Dropout, nn.Dropout2d)
+_COPY_MODULES = (nn.Flatten, nn.Unflatten)
+
+
+def _refuse_changed_views(network: nn.Module, graph: fx.Graph) -> None:
+    """In channels_last a view may become a copy, which a change of what it shows does not reach, nor the reverse."""
+    views, copies = (origins(network, graph, copied=copied) for copied in (False, True))
+    nodes = list(graph.nodes)
+    for place, node in enumerate(nodes):
+        if in_place(network, node):
+            for other in nodes[:place]:
+                apart = copies[other] is copies[node] and views[other] is not views[node]
+                if apart and not other.users.keys().isdisjoint(nodes[place + 1 :]):
+                    raise PackError(f"{node.name} changes {other.name} in place, by a view of the same memory")
 
 
 def _is_relu(network: nn.Module, node: fx.Node) -> bool:
