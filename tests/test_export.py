@@ -235,7 +235,10 @@ class ByAnotherName(nn.Module):
             y.view(x.size(0), -1).mul_(2)
         else:
             x, y = y, self.flatten(y)
-            x.add_(1)
+            x += 1
+            x *= 2
+            x -= 3
+            x /= 4
         return y - 0.5
 
 

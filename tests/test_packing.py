@@ -680,3 +680,27 @@ def test_what_is_changed_through_a_view_is_changed(way):
         packed = mq.pack(model)
     assert packed.fused == (way == "alone")
     torch.testing.assert_close(packed(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+class Augmented(nn.Module):
+    """Holds a tensor by two names, and changes it by an augmented assignment to one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+
+    def forward(self, x):
+        y = kept = self.conv(x)
+        y += 1
+        y *= 2
+        count = x.size(0)
+        count += 1
+        return kept + count
+
+
+@torch.no_grad()
+def test_augmented_assignments_change_the_tensor():
+    model, x = on_levels(Augmented()), torch.randn(2, 3, 6, 6)
+    packed = mq.pack(model)
+    assert packed.fused
+    torch.testing.assert_close(packed(x), model(x), rtol=1e-4, atol=1e-4)

@@ -487,7 +487,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": _Reader.arithmetic("add"),
     "iadd": _Reader.arithmetic("add"),
     "sub": _Reader.arithmetic("sub"),
+    "isub": _Reader.arithmetic("sub"),
     "mul": _Reader.arithmetic("mul"),
+    "imul": _Reader.arithmetic("mul"),
+    "itruediv": _Reader.arithmetic("div"),
     "truediv": _Reader.arithmetic("div"),
     "div": _Reader.arithmetic("div"),
 }

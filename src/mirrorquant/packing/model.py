@@ -312,6 +312,25 @@ def _hooked(module: nn.Module) -> bool:
 # Fusion.
 
 
+class _Proxy(fx.Proxy):
+    """Tells ``x += y``, which changes x for all who hold it, from ``x = x + y``; torch.fx takes one for the other."""
+
+    def _changed(self, function: Callable[..., Any], other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    def __iadd__(self, other: Any) -> fx.Proxy:
+        return self._changed(operator.iadd, other)
+
+    def __isub__(self, other: Any) -> fx.Proxy:
+        return self._changed(operator.isub, other)
+
+    def __imul__(self, other: Any) -> fx.Proxy:
+        return self._changed(operator.imul, other)
+
+    def __itruediv__(self, other: Any) -> fx.Proxy:
+        return self._changed(operator.itruediv, other)
+
+
 class _Tracer(fx.Tracer):
     """Sees packed layers as nodes, and of the network's arguments those that it cannot do without."""
 
@@ -321,6 +340,9 @@ class _Tracer(fx.Tracer):
         if not needed or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in parameters if p.name in needed):
             raise PackError(f"it takes the arguments {[str(p) for p in parameters]}")
         return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in needed)]
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
 
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
         return isinstance(module, (*_PACKED, BinaryActivation)) or super().is_leaf_module(module, qualified_name)
