@@ -704,3 +704,24 @@ def test_augmented_assignments_change_the_tensor():
     packed = mq.pack(model)
     assert packed.fused
     torch.testing.assert_close(packed(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+class AsksTorch(nn.Module):
+    """Takes a tensor, or a list with one in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.fc(x if torch.is_tensor(x) else x[0])
+
+
+@torch.no_grad()
+def test_a_network_that_asks_torch_for_a_tensor_is_told_the_truth():
+    model, x = on_levels(AsksTorch()), torch.randn(2, 8)
+    with pytest.warns(UserWarning, match="it asks whether .* is a Tensor"):
+        packed = mq.pack(model)
+    torch.testing.assert_close(packed(x), model(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(packed([x]), model(x), rtol=1e-4, atol=1e-4)
+    assert torch.is_tensor.__globals__.get("isinstance") is None

@@ -372,7 +372,7 @@ def trace(network: nn.Module) -> fx.Graph:
 
 @contextmanager
 def _honest(network: nn.Module) -> Iterator[None]:
-    """Refuses to tell the network's code that a stand-in for a tensor is none, where it asks by isinstance."""
+    """Refuses to tell the network that a stand-in for a tensor is none, where it asks by isinstance or is_tensor."""
 
     def guarded(value: Any, kind: Any) -> bool:
         answer = isinstance(value, kind)
@@ -381,7 +381,7 @@ def _honest(network: nn.Module) -> Iterator[None]:
         return answer
 
     forwards = [inspect.unwrap(type(module).forward) for module in network.modules() if not _is_torch(module)]
-    spaces = [getattr(forward, "__globals__", {}) for forward in forwards]
+    spaces = [getattr(function, "__globals__", {}) for function in (*forwards, torch.is_tensor)]
     mine = [space for space in spaces if space.setdefault("isinstance", guarded) is guarded]
     try:
         yield
