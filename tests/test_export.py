@@ -218,6 +218,47 @@ def test_what_is_changed_in_place_stays_changed(to, tmp_path):
     assert close(export_and_run(model, tmp_path, to, x), model(x))
 
 
+class ByAnotherName(nn.Module):
+    """A tensor that is changed in place by way of another one with the same memory."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.conv, self.drop, self.flatten, self.way = nn.Conv2d(3, 8, 3), nn.Dropout(), nn.Flatten(), way
+
+    def forward(self, x):
+        y = self.conv(x)
+        if self.way == "twice":
+            F.relu(y, inplace=True).add_(1)
+        elif self.way == "dropout":
+            self.drop(F.dropout(y, 0.1, self.training)).relu_()
+        elif self.way == "view":
+            y.view(x.size(0), -1).mul_(2)
+        else:
+            x, y = y, self.flatten(y)
+            x += 1
+            x *= 2
+            x -= 3
+            x /= 4
+        return y - 0.5
+
+
+@pytest.mark.parametrize("way", ["twice", "dropout", "view", "flatten"])
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@torch.no_grad()
+def test_what_is_changed_by_another_name_is_changed_too(to, way, tmp_path):
+    model, x = on_levels(ByAnotherName(way)).eval(), torch.randn(2, 3, 6, 6)
+    assert close(export_and_run(model, tmp_path, to, x), model(x))
+
+
+class Chunks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.cat(self.fc(x).chunk(2, 1))
+
+
 class Options(nn.Module):
     """Arguments in all the ways in which torch takes them."""
 
@@ -347,6 +388,8 @@ def test_what_cannot_be_exported_is_named(tmp_path):
     with pytest.raises(PackError, match=r"dropout .* cannot be exported: it is on in eval mode"):
         mq.export(on_levels(Noisy(True)), path, (8,))
     mq.export(on_levels(Noisy(False)), tmp_path / "quiet.onnx", (8,))
+    with pytest.raises(PackError, match=r"^cat .* cannot be exported: chunk is no list of tensors$"):
+        mq.export(on_levels(Chunks()), path, (8,))
     with pytest.raises(PackError, match="could not be written"):
         mq.export(network("digitsnet"), tmp_path / "no" / "net.onnx", (1, 8, 8))
     assert not path.exists()

@@ -51,6 +51,7 @@ def test_nearest_keeps_dtype_and_layout_and_is_exact(dtype):
         ([1], "two or more"),
         ([1, -1], r"try Levels\(-1, 1\)"),
         ([0, 0, 1], "increase strictly"),
+        ([1, 1], r"increase strictly: try Levels\(-1, 1\)"),
         ([float("nan"), 1], "finite"),
         ([0, float("inf")], "finite"),
     ],
@@ -58,6 +59,12 @@ def test_nearest_keeps_dtype_and_layout_and_is_exact(dtype):
 def test_bad_levels_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         Levels(*values)
+
+
+@pytest.mark.parametrize("values", [["a", "b"], [[-1, 1]], [1j, 2], [None, 1]])
+def test_levels_that_are_no_numbers_are_refused(values):
+    with pytest.raises(TypeError, match=r"levels are \[.*\], but each must be a number: try Levels\(-1, 1\)"):
+        Levels.of(values)
 
 
 def test_levels_are_values():

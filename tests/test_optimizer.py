@@ -715,7 +715,20 @@ def test_step_and_load_inside_quantized_are_refused(method):
             opt.step()
         with pytest.raises(RuntimeError, match=r"inside quantized\(\)"):
             opt.load_state_dict(opt.state_dict())
+        with pytest.raises(RuntimeError, match=r"copied or pickled inside quantized\(\)"):
+            copy.deepcopy((model, opt))
     assert same(before, snapshot(model, opt))
+
+
+def test_hooks_on_loading_are_called_as_torch_calls_them():
+    opt, other = wrap(small_network()), wrap(small_network())
+    state, seen = opt.state_dict(), []
+    other.register_load_state_dict_pre_hook(lambda o, given: {**given, "steps": 7})
+    other.register_load_state_dict_post_hook(lambda o: seen.append(o.steps))
+    with pytest.warns(UserWarning, match="another schedule"):
+        other.load_state_dict(state)
+    assert seen == [7]
+    assert state["steps"] == 0
 
 
 @pytest.mark.parametrize(
@@ -757,5 +770,5 @@ def test_a_diverged_latent_is_not_rounded():
 @pytest.mark.parametrize("value", [None, "fast"])
 def test_a_schedule_that_gives_no_number_is_named(value):
     base = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
-    with pytest.raises(TypeError, match=f"anneal gives {value!r} at step 0, but it must be a number"):
+    with pytest.raises(TypeError, match=f"anneal gives {value!r} at step 0, but beta must be a number"):
         mq.MirrorDescent(base, anneal=lambda step: value)

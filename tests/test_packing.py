@@ -2,6 +2,7 @@
 
 import copy
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -655,3 +656,72 @@ def test_binary_activation_has_the_gradients_it_says():
         assert slope.tolist() == slopes
     with pytest.raises(ValueError, match="gradient is 'straight'"):
         BinaryActivation("straight")
+
+
+class ChangedView(nn.Module):
+    """Changes a tensor through a view of it, or the reverse, and goes on with the other one."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.conv, self.relu, self.way = nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True), way
+
+    def forward(self, x):
+        y = self.conv(x)
+        z = y.view(x.size(0), -1) if self.way == "view" else y.flatten(1)
+        self.relu(z if self.way != "source" else y)
+        return z if self.way in ("source", "alone") else y
+
+
+@pytest.mark.parametrize("way", ["view", "flatten", "source", "alone"])
+@torch.no_grad()
+def test_what_is_changed_through_a_view_is_changed(way):
+    model, x = on_levels(ChangedView(way)), torch.randn(2, 3, 6, 6)
+    with nullcontext() if way == "alone" else pytest.warns(UserWarning, match="in place, by a view of the same memory"):
+        packed = mq.pack(model)
+    assert packed.fused == (way == "alone")
+    torch.testing.assert_close(packed(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+class Augmented(nn.Module):
+    """Holds a tensor by two names, and changes it by an augmented assignment to one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+
+    def forward(self, x):
+        y = kept = self.conv(x)
+        y += 1
+        y *= 2
+        count = x.size(0)
+        count += 1
+        return kept + count
+
+
+@torch.no_grad()
+def test_augmented_assignments_change_the_tensor():
+    model, x = on_levels(Augmented()), torch.randn(2, 3, 6, 6)
+    packed = mq.pack(model)
+    assert packed.fused
+    torch.testing.assert_close(packed(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+class AsksTorch(nn.Module):
+    """Takes a tensor, or a list with one in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.fc(x if torch.is_tensor(x) else x[0])
+
+
+@torch.no_grad()
+def test_a_network_that_asks_torch_for_a_tensor_is_told_the_truth():
+    model, x = on_levels(AsksTorch()), torch.randn(2, 8)
+    with pytest.warns(UserWarning, match="it asks whether .* is a Tensor"):
+        packed = mq.pack(model)
+    torch.testing.assert_close(packed(x), model(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(packed([x]), model(x), rtol=1e-4, atol=1e-4)
+    assert torch.is_tensor.__globals__.get("isinstance") is None

@@ -29,6 +29,12 @@ def test_patterns_match_names_modules_and_types():
     assert names(mq.split(nested, skip=["conv1"])[1]) == ["layer.conv1.weight", "layer.conv1.bias"]
 
 
+@pytest.mark.parametrize("given", [list, nn.Module.parameters, nn.Module.state_dict])
+def test_what_is_no_model_is_refused(given):
+    with pytest.raises(TypeError, match=r"the model is a \w+, expected a torch\.nn\.Module: pass the model itself"):
+        mq.split(given(small_network()))
+
+
 def test_tied_parameters_go_by_all_their_names():
     tied = nn.ModuleDict({"embed": nn.Linear(4, 4, bias=False), "hidden": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
     tied["head"].weight = tied["embed"].weight

@@ -353,6 +353,10 @@ class MirrorDescent(Optimizer):
         """Restores a state of the same methods, levels and shapes; training goes on bit-exactly."""
         if self._inside_quantized:
             raise RuntimeError("load_state_dict() was called inside quantized(): leave the context first")
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         self._refuse_other_state(state_dict)
         steps, finalized, groups = state_dict["steps"], state_dict["finalized"], state_dict["param_groups"]
         betas = [_beta(group["anneal"], group["method"], steps) for group in self.param_groups]
@@ -372,6 +376,8 @@ class MirrorDescent(Optimizer):
                 )
         self._write(rounded=finalized)
         self.finalized = finalized
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def _refuse_other_state(self, state_dict: dict[str, Any]) -> None:
         missing = {"state", "param_groups", "base", "base_class", "steps", "finalized"} - set(state_dict)
@@ -397,6 +403,8 @@ class MirrorDescent(Optimizer):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._inside_quantized:
+            raise RuntimeError("the optimizer was copied or pickled inside quantized(): leave the context first")
         # A scheduler patches ``step`` into the instance; like torch's own optimizers, a copy does without it.
         return {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
 
@@ -451,7 +459,7 @@ def _beta(schedule: Schedule, method: Method, step: int) -> float:
     try:
         beta = float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"anneal gives {value!r} at step {step}, but it must be a number: change {schedule}") from None
+        raise TypeError(f"anneal gives {value!r} at step {step}, but beta must be a number: change {schedule}") from None
     if not method.lowest_beta <= beta <= 1e35:
         raise ValueError(
             f"beta is {beta:g} at step {step}, but {type(method).__name__} needs a beta from {method.lowest_beta:g} to "

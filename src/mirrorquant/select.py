@@ -49,6 +49,8 @@ def split(
     Returns:
         One or two groups of named parameters: float first, where there is any. Frozen parameters are in neither.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}, expected a torch.nn.Module: pass the model itself")
     model = unwrapped(model)
     skip, only = _listed(skip), None if only is None else _listed(only)
     names = _names(model)

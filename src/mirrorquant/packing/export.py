@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from mirrorquant.nn import BinaryActivation
 from mirrorquant.packing.bits import PackedTensor, PackError
 from mirrorquant.packing.layers import pads
-from mirrorquant.packing.model import Entry, PackedModel, entries_of, in_place, skeleton, state, trace
+from mirrorquant.packing.model import Entry, PackedModel, entries_of, in_place, origins, skeleton, state, trace
 from mirrorquant.select import unwrapped
 
 __all__ = ["Window", "Writer", "export"]
@@ -180,6 +180,7 @@ class _Reader:
             node: [-1 if a != b else a for a, b in zip(shape, runs[1].shapes[node], strict=True)]
             for node, shape in self.shapes.items()
         }
+        self.origins = origins(self.plain, self.graph, copied=True)
         self.values: dict[fx.Node, Any] = {}
 
     def write(self) -> None:
@@ -191,8 +192,15 @@ class _Reader:
                 self.writer.output(self.values[result])
             elif node in self.shapes or node.op == "call_module":  # all else are sizes, which the shapes know already
                 self.values[node] = self._value(node)
-                if in_place(self.plain, node):  # whoever reads its input from here on reads what became of it
-                    self.values[node.args[0]] = self.values[node]
+                if in_place(self.plain, node):
+                    self._change(node)
+
+    def _change(self, node: fx.Node) -> None:
+        """Whoever reads what the node changed, or a view of it, from here on reads what became of it."""
+        for other in [*self.values]:
+            if self.origins[other] is self.origins[node] and any(user not in self.values for user in other.users):
+                value, shape = self.values[node], self.dynamic[other]
+                self.values[other] = value if shape == self.dynamic[node] else self.writer.reshape(value, shape)
 
     def _value(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
@@ -409,7 +417,10 @@ class _Reader:
 
     def _cat(self, node: fx.Node) -> Any:
         options = self._bind(node, dim=0)
-        parts = [self._operand(node, part) for part in node.args[0]]  # type: ignore[union-attr]
+        tensors = node.args[0]
+        if not isinstance(tensors, (list, tuple)):
+            raise self._unknown(node, f": {tensors} is no list of tensors")
+        parts = [self._operand(node, part) for part in tensors]
         return self.writer.concat(parts, int(options["dim"]) % len(self.shapes[node]))
 
     def _dropout(self, node: fx.Node) -> Any:
@@ -476,7 +487,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": _Reader.arithmetic("add"),
     "iadd": _Reader.arithmetic("add"),
     "sub": _Reader.arithmetic("sub"),
+    "isub": _Reader.arithmetic("sub"),
     "mul": _Reader.arithmetic("mul"),
+    "imul": _Reader.arithmetic("mul"),
+    "itruediv": _Reader.arithmetic("div"),
     "truediv": _Reader.arithmetic("div"),
     "div": _Reader.arithmetic("div"),
 }

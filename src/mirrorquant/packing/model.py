@@ -312,6 +312,25 @@ def _hooked(module: nn.Module) -> bool:
 # Fusion.
 
 
+class _Proxy(fx.Proxy):
+    """Tells ``x += y``, which changes x for all who hold it, from ``x = x + y``; torch.fx takes one for the other."""
+
+    def _changed(self, function: Callable[..., Any], other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    def __iadd__(self, other: Any) -> fx.Proxy:
+        return self._changed(operator.iadd, other)
+
+    def __isub__(self, other: Any) -> fx.Proxy:
+        return self._changed(operator.isub, other)
+
+    def __imul__(self, other: Any) -> fx.Proxy:
+        return self._changed(operator.imul, other)
+
+    def __itruediv__(self, other: Any) -> fx.Proxy:
+        return self._changed(operator.itruediv, other)
+
+
 class _Tracer(fx.Tracer):
     """Sees packed layers as nodes, and of the network's arguments those that it cannot do without."""
 
@@ -321,6 +340,9 @@ class _Tracer(fx.Tracer):
         if not needed or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in parameters if p.name in needed):
             raise PackError(f"it takes the arguments {[str(p) for p in parameters]}")
         return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in needed)]
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
 
     def is_leaf_module(self, module: nn.Module, qualified_name: str) -> bool:
         return isinstance(module, (*_PACKED, BinaryActivation)) or super().is_leaf_module(module, qualified_name)
@@ -350,7 +372,7 @@ def trace(network: nn.Module) -> fx.Graph:
 
 @contextmanager
 def _honest(network: nn.Module) -> Iterator[None]:
-    """Refuses to tell the network's code that a stand-in for a tensor is none, where it asks by isinstance."""
+    """Refuses to tell the network that a stand-in for a tensor is none, where it asks by isinstance or is_tensor."""
 
     def guarded(value: Any, kind: Any) -> bool:
         answer = isinstance(value, kind)
@@ -359,7 +381,7 @@ def _honest(network: nn.Module) -> Iterator[None]:
         return answer
 
     forwards = [inspect.unwrap(type(module).forward) for module in network.modules() if not _is_torch(module)]
-    spaces = [getattr(forward, "__globals__", {}) for forward in forwards]
+    spaces = [getattr(function, "__globals__", {}) for function in (*forwards, torch.is_tensor)]
     mine = [space for space in spaces if space.setdefault("isinstance", guarded) is guarded]
     try:
         yield
@@ -377,6 +399,7 @@ def _trace(network: nn.Module) -> fx.Graph | None:
         return None
     try:
         graph = trace(network)
+        _refuse_changed_views(network, graph)
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(
@@ -483,6 +506,36 @@ def in_place(network: nn.Module, node: fx.Node) -> bool:
 
 
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "setitem")
+
+
+def origins(network: nn.Module, graph: fx.Graph, *, copied: bool) -> dict[fx.Node, fx.Node]:
+    """For each node the one whose memory it shows, in the same order; with ``copied``, also where it may be a copy."""
+    modules, names = (_VIEW_MODULES + _COPY_MODULES, _VIEWS + _COPIES) if copied else (_VIEW_MODULES, _VIEWS)
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        source = node.args[0] if node.args else None
+        name = str(getattr(node.target, "__name__", node.target))
+        shows = type(_module(network, node)) in modules if node.op == "call_module" else name in names
+        found[node] = found[source] if isinstance(source, fx.Node) and (shows or in_place(network, node)) else node
+    return found
+
+
+_VIEWS = ("squeeze", "unsqueeze", "dropout")
+_COPIES = ("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "contiguous")  # in another layout
+_VIEW_MODULES = (nn.Identity, nn.Dropout, nn.Dropout2d)
+_COPY_MODULES = (nn.Flatten, nn.Unflatten)
+
+
+def _refuse_changed_views(network: nn.Module, graph: fx.Graph) -> None:
+    """In channels_last a view may become a copy, which a change of what it shows does not reach, nor the reverse."""
+    views, copies = (origins(network, graph, copied=copied) for copied in (False, True))
+    nodes = list(graph.nodes)
+    for place, node in enumerate(nodes):
+        if in_place(network, node):
+            for other in nodes[:place]:
+                apart = copies[other] is copies[node] and views[other] is not views[node]
+                if apart and not other.users.keys().isdisjoint(nodes[place + 1 :]):
+                    raise PackError(f"{node.name} changes {other.name} in place, by a view of the same memory")
 
 
 def _is_relu(network: nn.Module, node: fx.Node) -> bool:
