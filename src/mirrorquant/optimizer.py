@@ -459,7 +459,9 @@ def _beta(schedule: Schedule, method: Method, step: int) -> float:
     try:
         beta = float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"anneal gives {value!r} at step {step}, but beta must be a number: change {schedule}") from None
+        raise TypeError(
+            f"anneal gives {value!r} at step {step}, but beta must be a number: change {schedule}"
+        ) from None
     if not method.lowest_beta <= beta <= 1e35:
         raise ValueError(
             f"beta is {beta:g} at step {step}, but {type(method).__name__} needs a beta from {method.lowest_beta:g} to "
