@@ -172,8 +172,8 @@ def test_every_cell_of_the_three_tables_is_there_and_nothing_else() -> None:
     assert len(PAPER) == 5 * 11 + 5 * 5 + 2 * 4
     assert set(PAPER) == set(accuracies()) == set(hyperparameters())
     others = {name.rpartition("digitsnet/")[2] for name in set(recipes.names()) - set(PAPER)}
-    assert others == {"ref", "binary/bc", "binary/md-tanh-s"}
-    assert len(set(recipes.names())) == len(recipes.names()) == len(PAPER) + 6
+    assert others == {"ref", "binary/bc", "binary/md-tanh-s", "ternary/md-tanh-s"}
+    assert len(set(recipes.names())) == len(recipes.names()) == len(PAPER) + 7
 
 
 @pytest.mark.parametrize("name", PAPER)
