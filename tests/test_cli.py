@@ -63,7 +63,7 @@ def test_eval_repeats_the_test_accuracy_of_the_summary(run_folder, capsys):
 
 def test_compare_makes_one_table_and_one_plot(tmp_path, capsys):
     results = tmp_path / "results"
-    command = ["compare", *TINY, "--methods", "ref,bc", "--seeds", "2", "--quiet"]
+    command = ["compare", *TINY, "--methods", "ref,bc", "--seeds", "2", "--quiet", "skip=fc"]  # which ref has no use for
     assert main([*command, "--out", str(tmp_path / "all"), "--results", str(results)]) == 0
     told = capsys.readouterr().out
     assert len(re.findall(r"^(ref|bc) ", told, re.M)) == 4
@@ -260,6 +260,8 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["trian"], 2, "did you mean 'train'"),
         (["train", "cifar10/resnet18/md-tanh-s"], 1, "did you mean 'cifar10/resnet18/binary/md-tanh-s'"),
         (["train", "lrr=1"], 1, "did you mean 'lr'"),
+        (["train", "LR=1"], 1, "there is no key 'LR'; did you mean 'lr'"),
+        (["eval", "a=b"], 1, "a=b/config.json cannot be read"),
         (["train", "--resume", "nowhere"], 1, "is this the folder of a run"),
         (["train", "--resume", "nowhere", "lr=1"], 1, "cannot be given with it"),
         (["eval", "nowhere"], 1, "nowhere/config.json cannot be read"),
@@ -273,6 +275,7 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["train", "data=cifar10", "data_root=nowhere"], 1, "cifar-10-batches-bin"),
         (["train", "momentum=0.5"], 1, "momentum changes nothing here, since optimizer is adam"),
         (["train", "method=bc", "beta_scale=1.1"], 1, "beta_scale changes nothing here, since method is bc"),
+        (["compare", "momentum=0.5"], 1, "momentum changes nothing here, since optimizer is adam"),
         (["train", "model=resnet18", "width=16"], 1, "width changes nothing here, since model is resnet18"),
     ],
 )

@@ -1,6 +1,7 @@
 """The tables hold the numbers of the summaries, mark what falls short, and hide nothing."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -135,11 +136,19 @@ def test_broken_files_and_seeds_that_come_twice_are_refused_by_name(put, tmp_pat
         put(summary(MD, 93.0), {key: value for key, value in summary(MD, 93.0, 1).items() if key != "test_accuracy"})
     with pytest.raises(tables.TableError, match=r"run1\.json: the summary holds a value of the wrong type"):
         put(summary(MD, 93.0), {**summary(MD, 93.0, 1), "test_accuracy": "many"})
+    with pytest.raises(tables.TableError, match=r"run1\.json: .* nan is not a finite number"):
+        put(summary(MD, 93.0), summary(MD, math.nan, 1))
     (tmp_path / "run1.json").write_text('{"recipe": ')
     with pytest.raises(tables.TableError, match=r"run1\.json: not readable as JSON"):
         tables.results_table(tmp_path)
     with pytest.raises(tables.TableError, match="no such folder"):
         tables.results_table(tmp_path / "none")
+
+
+def test_overrides_are_written_as_they_were_given(put):
+    changes = {"affine": True, "channels_last": None, "lr": 0.01, "skip": ["conv1", "*bias"]}
+    text = put(summary(MD, 93.0, overrides=changes))
+    assert "`affine=true`, `lr=0.01`, `skip=conv1,*bias`" in text
 
 
 def test_the_same_runs_make_the_same_text(put):

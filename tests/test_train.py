@@ -93,6 +93,21 @@ def test_proxquant_rounds_for_good_at_its_fraction_of_training(tmp_path):
     assert run.opt.finalized
 
 
+def test_weights_are_rounded_at_the_very_step_of_the_fraction(tmp_path):
+    """0.07 * 100 is a little more than 7 in floating point."""
+    run = Run(config("method=pq", "finalize_at=0.07", "iterations=100"), tmp_path / "run", quiet=True)
+    steps = []
+    run.opt.finalize = lambda: steps.append(run.step)
+    run.train()
+    assert steps == [7]
+
+
+def test_the_last_line_of_progress_knows_the_last_validation(tmp_path, capsys):
+    summary = Run(config(), tmp_path / "run").train()
+    assert capsys.readouterr().err.endswith(f"best val {summary['val_accuracy']:.2f} %\n")
+    assert summary["best_step"] == 40  # or the test would not see it
+
+
 def test_ref_trains_all_parameters_in_float(tmp_path):
     summary = Run(config(recipe="digits/digitsnet/ref"), tmp_path / "run", quiet=True).train()
     assert summary["parameters"]["bits"] == 32

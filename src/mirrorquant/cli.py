@@ -32,12 +32,13 @@ from typing import Any
 from torch import nn
 
 from mirrorquant import methods, models, packing
+from mirrorquant._files import write_atomically
 from mirrorquant._version import __version__
 from mirrorquant.data import load
 from mirrorquant.packing import PackError, kernels
 from mirrorquant.train import checkpoint, plots, recipes
 from mirrorquant.train.config import Config, ConfigError
-from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, count_parameters, layers
+from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, RunError, accuracy, count_parameters, layers
 from mirrorquant.train.report import first_line
 from mirrorquant.train.tables import (
     FREE_KEYS,
@@ -54,6 +55,7 @@ __all__ = ["main"]
 
 PACKED = ".safetensors"
 DEFAULT = "digits/digitsnet/binary/md-tanh-s"
+_CHANGEABLE = ("train", "compare")  # take key=value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,13 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(given[0], commands, 1, cutoff=0.0)
         print(f"mirrorquant: there is no command {given[0]!r}; did you mean {near[0]!r}?", file=sys.stderr)
         return 2
-    changes = [text for text in given if re.match(r"[a-z_]+=", text)]
+    changes = [text for text in given if given[0] in _CHANGEABLE and re.match(r"[A-Za-z_]+=", text)]
     options = parser.parse_args([text for text in given if text not in changes])
     if not hasattr(options, "run"):
         parser.print_help()
         return 2
-    if changes and not hasattr(options, "changes"):
-        parser.error(f"{given[0]} takes no key=value, but there is {changes[0]!r}")
     options.overrides = changes
     if "" not in sys.path:
         sys.path.append("")  # a model of one's own lies in the current folder
@@ -110,8 +110,7 @@ def train(options: argparse.Namespace) -> None:
         run = Run.resume(options.resume, quiet=options.quiet)
     else:
         config = Config.from_recipe(options.recipe or DEFAULT, options.overrides)
-        if idle := [f"{key} changes nothing here, since {why}" for key, why in config.idle_overrides().items()]:
-            raise ConfigError(f"{', and '.join(idle)}: leave it out")
+        _refuse_idle([config])
         run = Run(config, options.out or _folder(config), quiet=options.quiet)
     summary = run.train()
     if options.results:
@@ -141,6 +140,7 @@ def compare(options: argparse.Namespace) -> None:
     if len(set(chosen)) < len(chosen):
         raise ConfigError(f"--methods is {options.methods}, which names a method twice")
     configs = [(method, seed, _compared(options, method, seed)) for method in chosen for seed in range(options.seeds)]
+    _refuse_idle([config for _, _, config in configs])
     for method, seed, config in configs:
         run = _begun(config, folder / f"{method}-seed{seed}", options)
         summary = run.train()
@@ -160,6 +160,14 @@ def compare(options: argparse.Namespace) -> None:
     print(
         "  mirrorquant train DATA/MODEL/... model=mymodule:myfunction data=folder:PATH     a model and images of yours"
     )
+
+
+def _refuse_idle(configs: Sequence[Config]) -> None:
+    """Refuses overrides that change nothing in any of the runs."""
+    idle = [config.idle_overrides() for config in configs]
+    told = [f"{key} changes nothing here, since {why}" for key, why in idle[0].items() if all(key in i for i in idle)]
+    if told:
+        raise ConfigError(f"{', and '.join(told)}: leave it out")
 
 
 def _compared(options: argparse.Namespace, method: str, seed: int) -> Config:
@@ -431,7 +439,7 @@ def _keep(summary: dict[str, Any], results: Path) -> None:
     name += "".join(f"-{key}-{re.sub('[^A-Za-z0-9.]', '-', str(value))}" for key, value in changes.items())
     if len(name) > 200:  # a file's name may have 255 bytes
         name = f"{name[:183]}-{hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:16]}"
-    (results / f"{name}.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
+    write_atomically(results / f"{name}.json", (json.dumps(summary) + "\n").encode(), RunError)
 
 
 def _best(folder: Path) -> tuple[Config, dict[str, Any]]:
@@ -604,7 +612,6 @@ def _shape(text: str) -> list[int]:
 
 
 def _common(sub: argparse.ArgumentParser) -> None:
-    sub.set_defaults(changes=True)
     sub.epilog = (
         "Any key of the recipe can be changed by key=value, as in lr=0.01; 'mirrorquant recipes NAME' shows them."
     )

@@ -287,7 +287,7 @@ def _parse(text: str) -> tuple[str, Any]:
     if not equals:
         raise ConfigError(f"{text!r} is no override: write key=value, as in lr=0.01")
     if key not in _TYPES:
-        near = difflib.get_close_matches(key, _TYPES, 1, cutoff=0.4)
+        near = difflib.get_close_matches(key.lower(), _TYPES, 1, cutoff=0.4)
         raise ConfigError(f"there is no key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     kind = _TYPES[key]
     try:

@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from fractions import Fraction
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -152,7 +153,7 @@ class Run:
 
     def _iterate(self, progress: Progress, stop: _Stop) -> None:
         config, before, began = self.config, self.seconds, time.monotonic()
-        finalize_step = math.ceil(config.finalize_at * config.iterations)
+        finalize_step = math.ceil(Fraction(str(config.finalize_at)) * config.iterations)  # 0.07 of 100 is 7
         saved = began
         while self.step < config.iterations:
             if stop.number:
@@ -167,11 +168,15 @@ class Run:
                 self._sync()
                 self.opt.finalize()
                 self.fast = self.score = None  # built anew, for what stays to train
-            if self.step % config.log_every == 0 or self.step == config.iterations:
+            logged = self.step % config.log_every == 0 or self.step == config.iterations
+            if logged:
                 self.seconds = before + time.monotonic() - began
-                self._log(progress)
+                text = self._log()
             if self.step % config.eval_every == 0 or self.step == config.iterations:
                 self._validate()
+            if logged:
+                best = f"  best val {self.best_accuracy:.2f} %" if self.best_step >= 0 else ""
+                progress.update(self.step, text + best)
             if config.histogram_every and (self.step % config.histogram_every == 0 or self.step == 1):
                 self._histograms()
             every, since = config.checkpoint_every, time.monotonic() - saved
@@ -285,16 +290,15 @@ class Run:
             f"{self.config.lr_at(self.step):g}) and start again; the last checkpoint in {self.folder} is intact"
         )
 
-    def _log(self, progress: Progress) -> None:
-        """The mean loss of the iterations since the last line."""
+    def _log(self) -> str:
+        """Records the mean loss of the iterations since the last time, and returns what to say of it."""
         loss = float(self.losses) / ((self.step - 1) % self.config.log_every + 1)
         self.losses.zero_()
         if not math.isfinite(loss):
             self._refuse_nan(self.loader.batch(self.step - 1)[0])
         lr, beta = self.config.lr_at(self.step - 1), self._beta()
         self._record("train", loss=loss, lr=lr, beta=beta, seconds=round(self.seconds, 3))
-        best = f"  best val {self.best_accuracy:.2f} %" if self.best_step >= 0 else ""
-        progress.update(self.step, f"loss {loss:.3f}  beta {beta:.3g}{best}")
+        return f"loss {loss:.3f}  beta {beta:.3g}"
 
     def _beta(self) -> float:
         """β at this step, of the first quantized group; the fast step does not tell the optimizer each time."""

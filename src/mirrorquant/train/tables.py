@@ -7,6 +7,7 @@ hand. :func:`compare_row` makes a line of :func:`compare_table` from one summary
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -205,18 +206,32 @@ def _read(file: Path) -> _Run | None:
             file=file,
             recipe=summary["recipe"] or ", ".join(str(config[key]) for key in ("data", "model", "method")),
             named=summary["recipe"] is not None and summary["recipe"].count("/") in (2, 3),
-            changed=tuple(f"{key}={value}" for key, value in sorted(summary["overrides"].items()) if key not in kept),
+            changed=tuple(_override(k, value) for k, value in sorted(summary["overrides"].items()) if k not in kept),
             seed=int(config["seed"]),
-            paper=None if summary["paper"] is None else float(summary["paper"]),
-            accuracy=float(summary["test_accuracy"]),
-            rate=float(summary["iterations_per_second"]),
-            seconds=float(summary["seconds"]),
+            paper=None if summary["paper"] is None else _finite(summary["paper"]),
+            accuracy=_finite(summary["test_accuracy"]),
+            rate=_finite(summary["iterations_per_second"]),
+            seconds=_finite(summary["seconds"]),
             versions=f"mirrorquant {versions['mirrorquant']}, torch {versions['torch']}, {versions['device']}",
         )
     except KeyError as error:
         raise TableError(f"{file}: the summary has no {error}; run it again or remove it") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise TableError(f"{file}: the summary holds a value of the wrong type: {error}") from error
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is not a finite number")
+    return number
+
+
+def _override(key: str, value: Any) -> str:
+    """An override as it is given on the command line."""
+    if isinstance(value, list):
+        return f"{key}={','.join(value)}"
+    return f"{key}={'auto' if value is None else str(value).lower() if isinstance(value, bool) else value}"
 
 
 def _grouped(runs: Iterable[_Run]) -> list[list[_Run]]:
