@@ -155,6 +155,30 @@ def test_a_model_of_ones_own_needs_its_structure(tmp_path):
         mq.load(path, mq.models.resnet18())
 
 
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (lambda: nn.Sequential(nn.Conv1d(2, 8, 5), nn.BatchNorm1d(8, affine=False)), [torch.randn(3, 2, 16)]),
+        (lambda: nn.MultiheadAttention(8, 2), [torch.randn(5, 1, 8)] * 3),
+        (lambda: nn.LSTM(6, 8), [torch.randn(5, 1, 6)]),
+    ],
+    ids=["Conv1d", "MultiheadAttention", "LSTM"],
+)
+def test_layers_that_cannot_run_packed_are_stored_as_bits_all_the_same(make, inputs, tmp_path):
+    model, path = on_levels(make()).eval(), tmp_path / "net.safetensors"
+    mq.save(model, path)
+    assert all(row["bits"] == 1 for row in mq.packing.read(path).rows() if "weight" in row["name"])
+    loaded = mq.load(path, make(), fuse=False)
+    assert loaded.layers() == []
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(*inputs), model(*inputs), rtol=0, atol=0)
+    assert same_state(mq.unpack(loaded), model)
+    with pytest.raises(PackError, match=r"weight.* holds .*, which is on no few levels"):
+        mq.save(make(), path)
+    with pytest.raises(PackError, match="has no Conv2d or Linear layer to pack"):
+        mq.pack(model)
+
+
 def test_a_compiled_model_is_packed_as_the_model_itself(tmp_path):
     model = on_levels(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)))
     compiled = nn.DataParallel(torch.compile(model, backend="eager"))

@@ -63,7 +63,8 @@ _FLOATS = {str(dtype).removeprefix("torch."): dtype for dtype in _CODES if dtype
 def save(model: nn.Module, path: str | os.PathLike[str], *, about: dict[str, Any] | None = None) -> None:
     """Writes a finalized model, plain or packed, at one bit a weight.
 
-    Every parameter that is on levels is stored as bits, all else as it is. The file appears at once and whole.
+    Every parameter that is on levels is stored as bits, of whatever module; all else as it is. The file appears at once
+    and whole.
 
     Args:
         model: a model after ``MirrorDescent.finalize()``, or a packed one.
@@ -71,7 +72,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, about: dict[str, Any
         about: what else to tell, as JSON: the data set, the accuracy, ...
 
     Raises:
-        PackError: no layer of the model is on levels, or the file cannot be written.
+        PackError: no weight of the model is on levels, or the file cannot be written.
 
     Example:
         >>> import tempfile, torch, mirrorquant as mq
@@ -226,7 +227,7 @@ def dump(model: nn.Module, about: dict[str, Any] | None = None) -> bytes:
         }
         plain = model.plain
     else:
-        entries, plain = entries_of(model, None), model
+        entries, plain = entries_of(model, None, stored=True), model
     tensors: dict[str, Tensor] = {}
     packed: dict[str, dict[str, Any]] = {}
     for name, entry in entries.items():

@@ -229,8 +229,13 @@ def _float(entry: Entry) -> Tensor:
 # From tensors to bits.
 
 
-def entries_of(model: nn.Module, levels: Levels | None, skip: str | Sequence[str] = ()) -> dict[str, Entry]:
-    """Each tensor of a model by its name, parameters on levels as bits; refuses a layer that should be and is not."""
+def entries_of(
+    model: nn.Module, levels: Levels | None, skip: str | Sequence[str] = (), *, stored: bool = False
+) -> dict[str, Entry]:
+    """Each tensor of a model by its name, parameters on levels as bits; refuses a layer that should be and is not.
+
+    At least one layer must come as bits; of what is only ``stored``, a weight of any module.
+    """
     if not isinstance(model, nn.Module):
         raise PackError(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
     patterns = _listed(skip)
@@ -250,10 +255,12 @@ def entries_of(model: nn.Module, levels: Levels | None, skip: str | Sequence[str
             entries[name] = bits
         elif levels is not None and name in layers:
             raise PackError(_off(name, tensor.detach(), levels))
-    if not any(isinstance(entries.get(name), PackedTensor) for name in layers):
-        left = [name for name in layers if not any(_under(name, str(pattern)) for pattern in patterns)]
+    wanted = [name for name, p in model.named_parameters() if p.dim() > 1] if stored else layers
+    if not any(isinstance(entries.get(name), PackedTensor) for name in wanted):
+        left = [name for name in wanted if not any(_under(name, str(pattern)) for pattern in patterns)]
         if not left:
-            raise PackError(f"{type(model).__name__} has no Conv2d or Linear layer to pack")
+            what = "weight to store as bits" if stored else "Conv2d or Linear layer to pack"
+            raise PackError(f"{type(model).__name__} has no {what}")
         raise PackError(_off(left[0], dict(state(model))[left[0]].detach(), levels))
     return entries
 
