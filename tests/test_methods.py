@@ -186,6 +186,30 @@ def test_the_kept_primal_point_freezes_as_the_printed_closed_form_does_in_float3
     assert (printed == torch.tanh(v)).float().mean() > 0.97
 
 
+@pytest.mark.parametrize("flushed", [False, True])
+def test_the_kept_point_of_the_simplex_freezes_as_the_printed_closed_form_does_in_float32(flushed):
+    """The printed form on a CPU; ours also where numbers below the normal ones are taken for 0, as in compiled GPU code."""
+    torch.manual_seed(0)
+    method = methods.MDSoftmaxPrimal()
+    printed = torch.softmax(torch.randn(2, 2000), 0)
+    latent, drift = torch.log(printed), torch.randn(2000)
+    frozen = []
+    for step in range(1500):
+        move = (0.5 + 0.004 * step) * (torch.randn(2000) + 0.2 * drift * (1 if step % 200 < 150 else -2))
+        moves = torch.stack([-move, move])
+        weighted = printed * torch.exp(moves.amin(0) - moves)
+        printed = weighted / weighted.sum(0)
+        try:
+            torch.set_flush_denormal(flushed)
+            latent = method.settle(latent - moves, 1.0, 1.0)
+        finally:
+            torch.set_flush_denormal(False)
+        frozen.append(((printed == 0).any(0).float().mean().item(), torch.isinf(latent).any(0).float().mean().item()))
+    assert any(0.2 < theirs < 0.8 for theirs, _ in frozen)
+    assert max(abs(theirs - ours) for theirs, ours in frozen) < 0.01
+    assert torch.equal(printed.argmax(0), latent.argmax(0))
+
+
 def test_proxquant_is_the_published_prox():
     method, r = methods.PQ(), 0.3
     w = torch.tensor([-2.0, -1.1, -0.8, -0.1, 0.0, 0.4, 1.0, 1.5])

@@ -386,14 +386,27 @@ class MDSoftmax(MDSoftmaxS):
 
 
 class MDSoftmaxPrimal(MDSoftmax):
-    """MD-softmax that keeps the primal point in its own precision: a level whose probability is 0 stays out."""
+    """MD-softmax that keeps the primal point in its own precision: a level whose probability is 0 stays out.
+
+    Where that happens is decided by the smallest numbers: near 0 a probability is n times the least one, 2⁻¹⁴⁹ in
+    float32, and a step that takes away less than half leaves n = 1 what it is. So weights do not freeze before β D has
+    grown to log 2. Code compiled for a GPU takes numbers below 2⁻¹²⁶ for 0, and weights would freeze far too early there:
+    n is counted here.
+    """
 
     name = "md-softmax-primal"
     can_decay = False  # a latent that has reached its level is infinite
 
     def settle(self, latent: Lifted, beta: Beta, lr: Beta) -> Lifted:
         """log u of the rounded u = softmax(v), which is −∞ where a probability has underflown to 0."""
-        return gather(latent, [torch.log(u) for u in self.probabilities(latent, 1.0)])
+        limits = torch.finfo(latent[0].dtype)
+        least = math.log(limits.smallest_normal) + math.log(limits.eps)
+        largest = functools.reduce(torch.maximum, latent)
+        total = torch.log(functools.reduce(torch.add, [torch.exp(entry - largest) for entry in latent]))
+        entries = [entry - largest - total for entry in latent]
+        counted = [torch.log(torch.exp(entry - least).round()) + least for entry in entries]
+        small = math.log(limits.smallest_normal)
+        return gather(latent, [torch.where(e < small, c, e) for e, c in zip(entries, counted, strict=True)])
 
 
 def get(method: str | Method, levels: Iterable[float] | None = None) -> Method:
