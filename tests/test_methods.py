@@ -188,7 +188,7 @@ def test_the_kept_primal_point_freezes_as_the_printed_closed_form_does_in_float3
 
 @pytest.mark.parametrize("flushed", [False, True])
 def test_the_kept_point_of_the_simplex_freezes_as_the_printed_closed_form_does_in_float32(flushed):
-    """The printed form on a CPU; ours also where numbers below the normal ones are taken for 0, as in compiled GPU code."""
+    """The printed form on a CPU; ours also where numbers below the normal ones are taken for 0, as by GPU code."""
     torch.manual_seed(0)
     method = methods.MDSoftmaxPrimal()
     printed = torch.softmax(torch.randn(2, 2000), 0)

@@ -389,9 +389,8 @@ class MDSoftmaxPrimal(MDSoftmax):
     """MD-softmax that keeps the primal point in its own precision: a level whose probability is 0 stays out.
 
     Where that happens is decided by the smallest numbers: near 0 a probability is n times the least one, 2⁻¹⁴⁹ in
-    float32, and a step that takes away less than half leaves n = 1 what it is. So weights do not freeze before β D has
-    grown to log 2. Code compiled for a GPU takes numbers below 2⁻¹²⁶ for 0, and weights would freeze far too early there:
-    n is counted here.
+    float32, and n = 1 stays what it is until a single step halves it. So weights freeze late. Code that is compiled for
+    a GPU takes numbers below 2⁻¹²⁶ for 0, and they would freeze far too early there: n is counted here.
     """
 
     name = "md-softmax-primal"
