@@ -290,6 +290,19 @@ def test_bfloat16_is_computed_in_float32_and_rounded_once(name):
         torch.testing.assert_close(half, full.to(torch.bfloat16), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("beta", [3.0, 1e3, 1e6])
+def test_half_precision_primal_steps_are_rounded_once_too(dtype, beta):
+    """Between inverse and projection a half could not hold the dual point: 0.5 + 1e-3, or 1e-6, in steps of 2⁻⁸."""
+    for mirror, (low, high) in MIRRORS.values():
+        w = torch.linspace(low, high, 11)[1:-1].to(dtype)
+        step = torch.linspace(-1, 1, 9).to(dtype) / beta
+        full = mirror.primal_step(w.float(), step.float(), beta)
+        torch.testing.assert_close(mirror.primal_step(w, step, beta), full.to(dtype), rtol=0, atol=0)
+    u, step = torch.tensor([[0.25], [0.75]], dtype=dtype), torch.tensor([[0.5], [0.5]], dtype=dtype) / beta
+    assert torch.equal(Softmax().primal_step(u, step, beta), u)
+
+
 @pytest.mark.parametrize(
     ("projection", "interval", "message"),
     [

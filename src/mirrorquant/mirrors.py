@@ -95,6 +95,7 @@ class Mirror:
             (slope,) = torch.autograd.grad(self.project(point, beta).sum(), point)
         return slope
 
+    @in_full_precision
     def primal_step(self, primal: Tensor, step: Tensor, beta: Beta = 1.0) -> Tensor:
         """argmin_w ⟨step, w⟩ + D(w, primal) = P_β(P_β⁻¹(primal) − step), the update of eq:md1 and eq:mdprox.
 
