@@ -247,6 +247,16 @@ def test_everything_is_finite_in_float32_up_to_beta_1e35(name, beta, tensor_beta
         assert torch.isfinite(result).all()
 
 
+@pytest.mark.parametrize("projection", [lambda x: x / torch.sqrt(1 + x * x), lambda x: x / (1 + x.abs())])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_map_that_would_overflow_in_float32_still_reaches_its_levels(projection, dtype):
+    """Theorem 1's conditions are checked in float64; a square of β w̃ is infinite in float32 from β = 1e20 on."""
+    mirror, dual = mirror_from(projection, (-1, 1)), torch.tensor([-1e4, -0.1, -1e-3, 1e-3, 0.1, 1e4], dtype=dtype)
+    for beta in (1e20, 1e25, 1e35, torch.tensor(1e35)):
+        assert torch.equal(mirror.project(dual, beta), torch.sign(dual))
+        assert (mirror.derivative(dual, beta).abs() < 1e-6).all()
+
+
 @pytest.mark.parametrize("beta", BETAS)
 def test_softmax_is_finite_in_float32_up_to_beta_1e35(beta):
     dual = torch.stack([EXTREMES, EXTREMES.flip(0), torch.zeros_like(EXTREMES)])
