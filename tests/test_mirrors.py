@@ -247,6 +247,16 @@ def test_everything_is_finite_in_float32_up_to_beta_1e35(name, beta, tensor_beta
         assert torch.isfinite(result).all()
 
 
+@pytest.mark.parametrize("projection", [lambda x: x / torch.sqrt(1 + x * x), lambda x: x / (1 + x.abs())])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_map_that_would_overflow_in_float32_still_reaches_its_levels(projection, dtype):
+    """Theorem 1's conditions are checked in float64; a square of β w̃ is infinite in float32 from β = 1e20 on."""
+    mirror, dual = mirror_from(projection, (-1, 1)), torch.tensor([-1e4, -0.1, -1e-3, 1e-3, 0.1, 1e4], dtype=dtype)
+    for beta in (1e20, 1e25, 1e35, torch.tensor(1e35)):
+        assert torch.equal(mirror.project(dual, beta), torch.sign(dual))
+        assert (mirror.derivative(dual, beta).abs() < 1e-6).all()
+
+
 @pytest.mark.parametrize("beta", BETAS)
 def test_softmax_is_finite_in_float32_up_to_beta_1e35(beta):
     dual = torch.stack([EXTREMES, EXTREMES.flip(0), torch.zeros_like(EXTREMES)])
@@ -288,6 +298,19 @@ def test_bfloat16_is_computed_in_float32_and_rounded_once(name):
         full = getattr(mirror, function)(*(a.float() for a in arguments), 3.0)
         assert half.dtype == torch.bfloat16
         torch.testing.assert_close(half, full.to(torch.bfloat16), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("beta", [3.0, 1e3, 1e6])
+def test_half_precision_primal_steps_are_rounded_once_too(dtype, beta):
+    """Between inverse and projection a half could not hold the dual point: 0.5 + 1e-3, or 1e-6, in steps of 2⁻⁸."""
+    for mirror, (low, high) in MIRRORS.values():
+        w = torch.linspace(low, high, 11)[1:-1].to(dtype)
+        step = torch.linspace(-1, 1, 9).to(dtype) / beta
+        full = mirror.primal_step(w.float(), step.float(), beta)
+        torch.testing.assert_close(mirror.primal_step(w, step, beta), full.to(dtype), rtol=0, atol=0)
+    u, step = torch.tensor([[0.25], [0.75]], dtype=dtype), torch.tensor([[0.5], [0.5]], dtype=dtype) / beta
+    assert torch.equal(Softmax().primal_step(u, step, beta), u)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,8 @@ def test_curves_show_every_run_in_the_colour_of_its_method(tmp_path):
     assert has_colour(pixels, "#cc6677")
     assert has_colour(pixels, "#332288")
     assert not has_colour(pixels, "#117733")
+    primal = make_run(tmp_path / "primal", "md-tanh-primal", recipe="cifar10/resnet18/binary/md-tanh")
+    assert has_colour(picture(plots.curves([primal], tmp_path / "primal.png")), "#88ccee")
 
 
 def test_the_float_network_has_neither_beta_nor_levels(tmp_path):
@@ -88,6 +90,13 @@ def test_a_run_is_called_as_its_recipe(tmp_path):
     run = make_run(tmp_path / "run", "pq")
     (run / "summary.json").write_text(json.dumps({"recipe": "cifar10/resnet18/binary/pq-star"}))
     assert plots._labels([plots._load(run)]) == ["PQ*"]
+
+
+def test_a_run_with_another_method_than_its_recipes_is_called_by_that(tmp_path):
+    changed = {"recipe": "digits/digitsnet/binary/md-tanh-s", "overrides": {"method": "bc", "seed": 1}}
+    assert plots._labels([plots._load(make_run(tmp_path / "run", "bc", **changed))]) == ["BC"]
+    kept = Path(__file__).parents[1] / "results/digits-digitsnet-binary-md-tanh-s-seed0-method-md-tanh.json"
+    assert plots._labels([plots._load(kept)]) == ["MD-tanh"]
 
 
 @pytest.mark.parametrize(("layers", "size"), [(5, (585, 1770)), (22, (1035, 1455))])
@@ -196,6 +205,7 @@ def test_a_step_recorded_again_after_a_resume_counts_once_and_unknown_kinds_do_n
         ("config.json", "[]", "config.json: expected a JSON object"),
         ("config.json", '{"method": 3}', "config.json: method is 3"),
         ("config.json", '{"method": "bc", "levels": {"a": 1}}', "config.json: levels are"),
+        ("config.json", '{"method": "bc", "recipe": "bc", "overrides": 1}', "config.json: overrides are 1"),
         ("summary.json", "\x00", "summary.json: not readable as JSON"),
         ("metrics.jsonl", None, "metrics.jsonl: not readable"),
         ("metrics.jsonl", "", "let the run go on"),

@@ -210,6 +210,11 @@ def test_a_recipe_says_what_its_name_says(name: str) -> None:
     assert recipe["affine"] == (method == "ref" or data == "fashion-mnist")
 
 
+def test_every_key_of_a_recipe_is_explained() -> None:
+    keys = {key for name in recipes.names() for key in recipes.get(name)}
+    assert [key for key in sorted(keys) if f"``{key}``" not in str(recipes.__doc__)] == []
+
+
 @pytest.mark.parametrize("name", recipes.names())
 def test_keys_are_there_only_where_they_mean_something(name: str) -> None:
     recipe = recipes.get(name)

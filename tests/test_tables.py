@@ -166,6 +166,15 @@ def test_comparison_is_aligned(put):
     assert "rounded test %" in tables.compare_table([])
 
 
+def test_compared_runs_are_called_as_their_recipes_or_by_the_method_that_was_changed():
+    """PQ and PQ* are one method with other layers in float, and so not one bar of two seeds."""
+    pq, star, pmf, other = (summary(f"cifar10/resnet18/binary/{m}", 90.0) for m in ("pq", "pq-star", "pmf", "bc"))
+    star["config"]["method"], pmf["config"]["method"], other["config"]["method"] = "pq", "pmf-authors", "gd-tanh"
+    other["overrides"] = {"method": "gd-tanh"}
+    rows = [tables.compare_row(run) for run in (pq, star, pmf, other, summary(None, 90.0))]
+    assert [row["method"] for row in rows] == ["pq", "pq-star", "pmf", "gd-tanh", "md-tanh-s"]
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(None, "-"), (0, "0.0 s"), (59.96, "1 min 00 s"), (253, "4 min 13 s"), (3700, "1 h 01 min")]
 )

@@ -95,6 +95,7 @@ class Mirror:
             (slope,) = torch.autograd.grad(self.project(point, beta).sum(), point)
         return slope
 
+    @in_full_precision
     def primal_step(self, primal: Tensor, step: Tensor, beta: Beta = 1.0) -> Tensor:
         """argmin_w ⟨step, w⟩ + D(w, primal) = P_β(P_β⁻¹(primal) − step), the update of eq:md1 and eq:mdprox.
 
@@ -377,7 +378,7 @@ class _FromProjection(NumericalMirror):
 
     @in_full_precision
     def project(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
-        return self.projection(beta * dual)
+        return self.projection(beta * dual.double()).to(dual.dtype)
 
     def bracket(self, primal: Tensor, beta: Beta) -> tuple[Tensor, Tensor]:
         far = torch.full_like(primal, _FAR)
@@ -402,9 +403,9 @@ _FAR = 1e100
 def mirror_from(projection: Callable[[Tensor], Tensor], interval: tuple[float, float]) -> Mirror:
     """Theorem 1 in code: a mirror from any strictly increasing map of the real line onto an open interval.
 
-    ``projection`` is called with float64 tensors (and with the weights' own dtype in training), elementwise. Inverse,
-    potential and divergence are derived numerically, to about 1e-6 for maps that rise around zero, over a scale of
-    order one. A map that is not increasing, or does not reach the ends of its interval, is refused.
+    ``projection`` is called with float64 tensors, elementwise. Inverse, potential and divergence are derived
+    numerically, to about 1e-6 for maps that rise around zero, over a scale of order one. A map that is not increasing,
+    or does not reach the ends of its interval, is refused.
 
     >>> mirror = mirror_from(torch.tanh, (-1, 1))
     >>> mirror.potential(torch.tensor([0.5])), Tanh().potential(torch.tensor([0.5]))

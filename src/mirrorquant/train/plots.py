@@ -21,7 +21,7 @@ from mirrorquant import anneal
 from mirrorquant.levels import BINARY, TERNARY
 from mirrorquant.mirrors import Mirror, ShiftedTanh, Tanh
 from mirrorquant.train.report import MetricsError, read_metrics
-from mirrorquant.train.tables import data_label, level_values, levels_label, method_label, model_label
+from mirrorquant.train.tables import data_label, level_values, levels_label, method_label, method_name, model_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # type: ignore[import-not-found, unused-ignore]
@@ -97,7 +97,7 @@ def curves(runs: Sequence[Path], out: Path) -> Path:
     figure = _figure(9.6, 4.6 if len(loaded) <= _LEGEND_INSIDE else 5.4)
     right = ["loss", "beta"] if annealed else ["loss", "loss"]
     axes = figure.subplot_mosaic([["accuracy", part] for part in right], width_ratios=[1.7, 1])
-    drawn = _colours([run.config["method"] for run in loaded])
+    drawn = _colours([run.name for run in loaded])
     for run, label, (colour, dash) in zip(loaded, _labels(loaded), drawn, strict=True):
         _draw_accuracy(axes["accuracy"], run, label, colour, dash)
         _draw_loss(axes["loss"], run, colour, dash)
@@ -353,7 +353,7 @@ def _load(folder: Path) -> _Run:
     config = _checked(folder / "config.json")
     summary = _read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
     recipe = str(summary.get("recipe") or config.get("recipe") or "")
-    run = _Run(folder, config, name=recipe.split("/")[-1] or config["method"])
+    run = _Run(folder, config, name=method_name(recipe, config, config.get("overrides")))
     for line in _read_lines(folder / "metrics.jsonl"):
         if line["kind"] in _FIELDS:
             getattr(run, line["kind"])[line["step"]] = line
@@ -370,9 +370,10 @@ def _load_summary(file: Path) -> _Run:
             beta = anneal.geometric(config["beta_scale"], every=config["beta_interval"], cap=config["beta_cap"])
         train = {int(step): {"loss": float(loss), "beta": beta(int(step))} for step, loss in summary["loss_curve"]}
         val = {int(step): {"accuracy": float(accuracy)} for step, accuracy in summary["curve"]}
+        name = method_name(str(summary.get("recipe") or ""), config, summary.get("overrides"))
     except (KeyError, TypeError, ValueError) as error:
         raise PlotError(f"{file}: not the summary of a run ({type(error).__name__}: {error})") from error
-    return _Run(file, config, name=str(summary.get("recipe") or config["method"]).split("/")[-1], train=train, val=val)
+    return _Run(file, config, name, train=train, val=val)
 
 
 def _checked(file: Path) -> dict[str, Any]:
@@ -386,6 +387,8 @@ def _typed(file: Path, config: dict[str, Any]) -> dict[str, Any]:
         raise PlotError(f"{file}: method is {config.get('method')!r}, expected a name")
     if not (levels is None or isinstance(levels, str) or _numbers(levels)):
         raise PlotError(f"{file}: levels are {levels!r}, expected a name or numbers")
+    if not isinstance(config.get("overrides", {}), dict):
+        raise PlotError(f"{file}: overrides are {config['overrides']!r}, expected a key and a value each")
     return {**config, "levels": None if config["method"] == "ref" else levels}
 
 

@@ -10,13 +10,13 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 __all__ = ["FREE_KEYS", "SPEED_KEYS", "TableError", "compare_row", "compare_table", "results_table"]
-__all__ += ["data_label", "level_values", "levels_label", "method_label", "model_label", "with_results"]
+__all__ += ["data_label", "level_values", "levels_label", "method_label", "method_name", "model_label", "with_results"]
 
 FREE_KEYS = frozenset({"seed", "data_root", "out", "device"})
 """Overrides that leave a run a reproduction of the paper's cell."""
@@ -75,6 +75,15 @@ def method_label(name: str) -> str:
     ('MD-tanh-S', 'my-method')
     """
     return _METHODS.get(name, name)
+
+
+def method_name(recipe: str | None, config: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> str:
+    """A run's method by the name that its recipe has for it; by its own where it was changed, or of no recipe.
+
+    >>> method_name("cifar10/vgg16/binary/pq-star", {"method": "pq"}, {}), method_name(None, {"method": "pq"}, {})
+    ('pq-star', 'pq')
+    """
+    return str(config["method"]) if not recipe or "method" in (overrides or {}) else recipe.split("/")[-1]
 
 
 def data_label(name: str) -> str:
@@ -353,12 +362,13 @@ def _padded(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) ->
 def compare_row(summary: dict[str, Any]) -> dict[str, Any]:
     """One row of a comparison, from the summary of a run.
 
-    The keys are ``method``, ``levels``, ``seed``, ``bits`` (a weight), ``soft`` (test accuracy of the soft network),
-    ``val`` and ``test`` (of the rounded one), ``paper`` and ``seconds``; accuracies are in percent.
+    The keys are ``method`` (see :func:`method_name`), ``levels``, ``seed``, ``bits`` (a weight), ``soft`` (test
+    accuracy of the soft network), ``val`` and ``test`` (of the rounded one), ``paper`` and ``seconds``; accuracies are
+    in percent.
     """
     config = summary["config"]
     return {
-        "method": config["method"],
+        "method": method_name(summary["recipe"], config, summary["overrides"]),
         "levels": "float" if config["method"] == "ref" else config["levels"],
         "seed": config["seed"],
         "bits": summary["parameters"]["bits"],

@@ -34,6 +34,8 @@ and, only where it has a meaning,
 ``finalize_at``    fraction of training after which PQ rounds for good
 ``stem_stride``    stride of the first convolution of ResNet-18
 ``width``          channels of the first convolution of DigitsNet
+``augment``        where it is not the data set's own
+``threads``        on the CPU, where torch's own choice is slow
 ``paper``          test accuracy in the paper's table, in percent
 ``eval_every``     iterations between validations; likewise ``log_every``, ``checkpoint_every`` and
                    ``histogram_every``
