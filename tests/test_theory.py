@@ -48,6 +48,18 @@ def test_gamma_makes_the_projection_discrete_to_epsilon():
         assert 1 - math.tanh(B * gamma * 1.0001) < epsilon < 1 - math.tanh(B * gamma * 0.9999)
 
 
+@pytest.mark.parametrize("d", [2, 3, 16])
+def test_softmax_gamma_makes_the_projection_discrete_to_epsilon(d):
+    for B, epsilon in [(1.0, 0.3), (100.0, 1e-3), (1e4, 1e-9)]:
+        margin = theory.softmax_gamma(B=B, epsilon=epsilon, d=d)
+        near, far = (torch.tensor([0.0] * (d - 1) + [s * margin], dtype=torch.float64) for s in (0.9999, 1.0001))
+        rest = [torch.softmax(B * u, 0)[:-1].sum() for u in (near, far)]
+        assert rest[1] < epsilon < rest[0]
+    assert theory.softmax_gamma(B=1.0, epsilon=0.9, d=2) == 0
+    with pytest.raises(ValueError, match="d is 1, but"):
+        theory.softmax_gamma(B=1.0, epsilon=0.9, d=1)
+
+
 def test_step_size_and_bound_are_the_printed_formulas():
     known = {"R": 2.0, "L": 3.0, "rho": 0.5, "B": 7.0, "t": 100}
     assert theory.step_size(**known) == pytest.approx(2 / 3 * math.sqrt(2 * 0.5 / (7 * 100)))

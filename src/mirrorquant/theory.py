@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["bound", "gamma", "step_size"]
+__all__ = ["bound", "gamma", "softmax_gamma", "step_size"]
 
 
 def _check(**values: float) -> None:
@@ -53,8 +53,28 @@ def gamma(*, B: float, epsilon: float) -> float:
     >>> 1 - math.tanh(100.0 * 1.0001 * g) < 1e-3
     True
     """
+    _check_precision(B, epsilon)
+    return 0.5 * math.log((2 - epsilon) / epsilon) / B
+
+
+def softmax_gamma(*, B: float, epsilon: float, d: int) -> float:
+    """The same for softmax on d levels, γ = log((d − 1)(1 − ε) / ε) / B, or 0 where that is less.
+
+    Where the largest entry of ũ is ahead of the others by more than γ, 1 − max softmax(B ũ) < ε.
+
+    >>> import torch
+    >>> g = softmax_gamma(B=100.0, epsilon=1e-3, d=3)
+    >>> bool(1 - torch.softmax(100 * torch.tensor([0, 0, 1.0001 * g]), 0).max() < 1e-3)
+    True
+    """
+    _check_precision(B, epsilon)
+    if d < 2:
+        raise ValueError(f"d is {d}, but there must be at least 2 levels")
+    return max(0.0, math.log((d - 1) * (1 - epsilon) / epsilon)) / B
+
+
+def _check_precision(B: float, epsilon: float) -> None:
     if not 0 < epsilon < 1:
         raise ValueError(f"epsilon is {epsilon}, but it must lie between 0 and 1")
     if not B > 0:
         raise ValueError(f"B is {B}, but it must be positive")
-    return 0.5 * math.log((2 - epsilon) / epsilon) / B
