@@ -8,6 +8,7 @@ import resource
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from mirrorquant import BINARY, models
 from mirrorquant.cli import main
 from mirrorquant.train import Config, ConfigError, Run, RunError, checkpoint, recipes
 from mirrorquant.train.checkpoint import CheckpointError
-from mirrorquant.train.loop import USER_ERRORS, recalibrate
+from mirrorquant.train.loop import USER_ERRORS, Interrupted, recalibrate
 from mirrorquant.train.report import read_metrics
 
 DIGITS = "digits/digitsnet/binary/md-tanh-s"
@@ -216,6 +217,34 @@ def test_signals_write_a_checkpoint_and_the_run_continues(tmp_path, number):
     os.kill(process.pid, number)
     process.join(60)
     assert 0 < checkpoint.load(tmp_path / "run" / "checkpoint.mq")["step"] < 4000
+
+
+def test_the_rate_counts_each_second_of_training_and_no_other(tmp_path, monkeypatch):
+    """A step takes a second here and a checkpoint ten; the run is stopped between two lines of its log."""
+    clock = [0.0]
+    monkeypatch.setattr("mirrorquant.train.loop.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def slowly(work, seconds, stop=lambda: False):
+        def slow():
+            clock[0] += seconds
+            if stop():
+                os.kill(os.getpid(), signal.SIGTERM)
+            return work()
+
+        return slow
+
+    run = Run(config("log_every=1000", "checkpoint_every=1000"), tmp_path / "run", quiet=True)
+    run._train_step = slowly(run._train_step, 1, stop=lambda: run.step == 17)
+    with pytest.raises(Interrupted):
+        run.train()
+    assert checkpoint.load(tmp_path / "run" / "checkpoint.mq")["seconds"] == 18
+    rest = Run.resume(tmp_path / "run", quiet=True)
+    rest._train_step = slowly(rest._train_step, 1)
+    rest._write_checkpoint = slowly(rest._write_checkpoint, 10)
+    summary = rest.train()
+    assert summary["seconds"] == 50
+    assert summary["aside"]["checkpoints"] == 10
+    assert summary["training_iterations_per_second"] == 1
 
 
 def test_the_spare_is_used_where_a_checkpoint_is_damaged(tmp_path):

@@ -129,6 +129,7 @@ class Run:
         self.score: FastScore | None = None
         self.scores = True
         self.step, self.seconds, self.best_step, self.best_accuracy = 0, 0.0, -1, -1.0
+        self.began = time.monotonic()
         self.aside = {"startup": 0.0, "validation": 0.0, "checkpoints": 0.0}  # seconds that did not go into training
         self.best: dict[str, Tensor] = {}
         self.losses = torch.zeros((), device=self.device)
@@ -151,9 +152,9 @@ class Run:
     # Training.
 
     def _iterate(self, progress: Progress, stop: _Stop) -> None:
-        config, before, began = self.config, self.seconds, time.monotonic()
+        config, saved = self.config, time.monotonic()
         finalize_step = math.ceil(config.finalize_at * config.iterations)
-        saved = began
+        self.began = saved - self.seconds
         while self.step < config.iterations:
             if stop.number:
                 self._save_checkpoint()
@@ -168,7 +169,6 @@ class Run:
                 self.opt.finalize()
                 self.fast = self.score = None  # built anew, for what stays to train
             if self.step % config.log_every == 0 or self.step == config.iterations:
-                self.seconds = before + time.monotonic() - began
                 self._log(progress)
             if self.step % config.eval_every == 0 or self.step == config.iterations:
                 self._validate()
@@ -177,9 +177,7 @@ class Run:
             every, since = config.checkpoint_every, time.monotonic() - saved
             if self.step % every == 0 if every else since > CHECKPOINT_SECONDS:
                 saved = time.monotonic()
-                self.seconds = before + saved - began
                 self._save_checkpoint()
-        self.seconds = before + time.monotonic() - began
 
     def advance(self) -> None:
         """One iteration, by the engine of the run; its loss is added to ``losses``."""
@@ -287,6 +285,7 @@ class Run:
 
     def _log(self, progress: Progress) -> None:
         """The mean loss of the iterations since the last line."""
+        self._count_seconds()
         loss = float(self.losses) / ((self.step - 1) % self.config.log_every + 1)
         self.losses.zero_()
         if not math.isfinite(loss):
@@ -338,6 +337,10 @@ class Run:
         yield
         self.aside[what] += time.monotonic() - began
 
+    def _count_seconds(self) -> None:
+        """All seconds of training so far, those aside and those before a resume too."""
+        self.seconds = time.monotonic() - self.began
+
     def _record(self, kind: str, **values: Any) -> None:
         if self.metrics is not None:
             self.metrics.write(kind, self.step, **values)
@@ -361,6 +364,7 @@ class Run:
     # Checkpoints.
 
     def _save_checkpoint(self) -> None:
+        self._count_seconds()
         with self._timed("checkpoints"):
             self._sync()
             self._write_checkpoint()
@@ -412,6 +416,7 @@ class Run:
 
     def _finish(self) -> dict[str, Any]:
         self._save_checkpoint()
+        self._count_seconds()
         soft, _ = self.evaluate(self.data.test)
         with self.opt.quantized():
             last, _ = self.evaluate(self.data.test)
