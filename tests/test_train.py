@@ -19,7 +19,7 @@ from mirrorquant.cli import main
 from mirrorquant.train import Config, ConfigError, Run, RunError, checkpoint, recipes
 from mirrorquant.train.checkpoint import CheckpointError
 from mirrorquant.train.loop import USER_ERRORS, Interrupted, recalibrate
-from mirrorquant.train.report import read_metrics
+from mirrorquant.train.report import Metrics, read_metrics
 
 DIGITS = "digits/digitsnet/binary/md-tanh-s"
 SHORT = ["iterations=40", "batch_size=32", "eval_every=10", "log_every=5", "checkpoint_every=6", "histogram_every=0"]
@@ -257,6 +257,20 @@ def test_the_spare_is_used_where_a_checkpoint_is_damaged(tmp_path):
     assert "checkpoint.mq is damaged" in run.messages[0]
     assert run.messages[1] == "continuing after iteration 24"
     assert_identical(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("done", [0, 3])
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path, done):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for steps_done, steps in ((0, range(1, 6)), (done, range(done + 1, 8))):
+        metrics = Metrics(tmp_path, steps_done)
+        for step in steps:
+            metrics.write("val", step, accuracy=1.0)
+        metrics.close()
+        time.sleep(1.1)  # the names of the files, and so their order, go by the second
+    events = reader.EventAccumulator(str(tmp_path)).Reload().Scalars("val/accuracy")
+    assert [event.step for event in events] == [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert [event.step for event in events] == [1, 2, 3, 4, 5, 6, 7]
 
 
 # Damaged files.

@@ -47,7 +47,7 @@ class Metrics:
         try:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.events = SummaryWriter(str(folder), purge_step=steps_done or None)
+            self.events = SummaryWriter(str(folder), purge_step=steps_done + 1)  # hides this step and all after
         except ImportError:
             pass
 
