@@ -19,7 +19,7 @@ from mirrorquant.cli import main
 from mirrorquant.train import Config, ConfigError, Run, RunError, checkpoint, recipes
 from mirrorquant.train.checkpoint import CheckpointError
 from mirrorquant.train.loop import USER_ERRORS, Interrupted, recalibrate
-from mirrorquant.train.report import Metrics, read_metrics
+from mirrorquant.train.report import Metrics, MetricsError, read_metrics
 
 DIGITS = "digits/digitsnet/binary/md-tanh-s"
 SHORT = ["iterations=40", "batch_size=32", "eval_every=10", "log_every=5", "checkpoint_every=6", "histogram_every=0"]
@@ -408,6 +408,23 @@ def test_a_full_disk_ends_with_a_clear_error_and_the_last_good_checkpoint(tmp_pa
     Run(config(), tmp_path / "whole", quiet=True).train()
     Run.resume(folder, quiet=True).train()
     assert_identical(tmp_path / "whole", folder)
+
+
+def resume_metrics_on_a_full_disk(folder):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
+    with pytest.raises(MetricsError, match=r"metrics\.jsonl could not be written .* before is intact"):
+        Metrics(folder, 30)
+
+
+def test_a_full_disk_on_resuming_leaves_the_metrics_as_they_were(finished, tmp_path):
+    content = (finished / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    process = multiprocessing.get_context("fork").Process(target=resume_metrics_on_a_full_disk, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert (tmp_path / "metrics.jsonl").read_bytes() == content
 
 
 @pytest.mark.parametrize(
