@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from mirrorquant.train import beside
+from mirrorquant.train import beside, checkpoint
 from mirrorquant.train.config import Config
 from mirrorquant.train.fast import FastStep, Unsupported
-from mirrorquant.train.loop import Run
+from mirrorquant.train.loop import Run, RunError
 from mirrorquant.train.report import read_metrics
 
 METHODS = ("ref", "bc", "pq", "pmf", "gd-tanh", "md-tanh", "md-softmax", "md-tanh-s", "md-softmax-s", "md-tanh-primal")
@@ -148,6 +148,23 @@ def test_what_the_fast_step_cannot_serve_is_trained_plainly_and_said(tmp_path, c
     run.train()
     assert run.engine == "eager"
     assert "the plain engine does, slower" in capsys.readouterr().err
+
+
+def test_weights_that_have_become_nan_are_not_saved_over_a_good_checkpoint(tmp_path):
+    run = Run(config("engine=graph", "log_every=40", "checkpoint_every=4"), tmp_path / "run", quiet=True)
+    advance = run.advance
+
+    def diverging():
+        if run.step == 6:  # what NaN gradients leave behind
+            run.opt.latent(run.model.conv2.weight).fill_(torch.nan)
+        advance()
+
+    run.advance = diverging
+    with pytest.raises(RunError, match="not finite at iteration 8; .* the last checkpoint in .* is intact"):
+        run.train()
+    state = checkpoint.load(tmp_path / "run" / "checkpoint.mq")
+    assert state["step"] == 4
+    assert all(bool(tensor.isfinite().all()) for tensor in state["model"].values())
 
 
 def test_weight_decay_of_a_primal_form_is_left_to_the_plain_engine(tmp_path):

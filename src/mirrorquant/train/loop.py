@@ -366,6 +366,9 @@ class Run:
     def _save_checkpoint(self) -> None:
         self._count_seconds()
         with self._timed("checkpoints"):
+            moved = (p for group in self.opt.base.param_groups for p in group["params"])
+            if any(bool(p.isnan().any()) for p in moved):  # the fast step does not look at its gradients
+                self._refuse_nan(self.loader.batch(self.step)[0])
             self._sync()
             self._write_checkpoint()
 
