@@ -262,8 +262,8 @@ class Run:
         return torch.autocast(self.device.type, self.config.dtype)
 
     def _refuse_nan(self, x: Tensor) -> None:
-        """Names the first layer whose output is not finite."""
-        culprit = ["the loss itself"]
+        """Names the first layer whose output is not finite; the fast step's own weights are not in the model."""
+        culprit = ["the loss itself" if self.fast is None else "the weights"]
 
         def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
             def hook(module: nn.Module, inputs: Any, output: Any) -> None:
