@@ -301,7 +301,8 @@ class Run:
         return float(next((group["anneal"](self.step) for group in groups), 1.0))
 
     def _validate(self) -> None:
-        with self._timed("startup" if self.fast is not None and self.score is None else "validation"):
+        first = self.fast is not None and self.scores and self.score is None
+        with self._timed("startup" if first else "validation"):
             found, loss = self._rounded_score()
         self._record("val", accuracy=found, loss=loss)
         if found >= self.best_accuracy:  # of equals the later one, which is closer to its levels
