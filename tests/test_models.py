@@ -203,3 +203,12 @@ def test_initialize_leaves_batch_norm_at_one_and_zero() -> None:
     models.initialize(model)
     assert torch.equal(model.bn1.weight, torch.ones(32))
     assert torch.equal(model.bn1.bias, torch.zeros(32))
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.InstanceNorm2d(4, affine=True), nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.RMSNorm(4)], ids=type
+)
+def test_initialize_leaves_every_kind_of_normalization_at_one_and_zero(norm: nn.Module) -> None:
+    models.initialize(norm)
+    expected = {"weight": [1.0] * 4, "bias": [0.0] * 4}
+    assert all(parameter.tolist() == expected[name] for name, parameter in norm.named_parameters())
