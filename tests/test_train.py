@@ -1,5 +1,6 @@
 """Training runs: the protocol, resuming, and what happens when something goes wrong."""
 
+import io
 import json
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ from mirrorquant.cli import main
 from mirrorquant.train import Config, ConfigError, Run, RunError, checkpoint, recipes
 from mirrorquant.train.checkpoint import CheckpointError
 from mirrorquant.train.loop import USER_ERRORS, Interrupted, recalibrate
-from mirrorquant.train.report import Metrics, MetricsError, read_metrics
+from mirrorquant.train.report import Metrics, MetricsError, Progress, read_metrics
 
 DIGITS = "digits/digitsnet/binary/md-tanh-s"
 SHORT = ["iterations=40", "batch_size=32", "eval_every=10", "log_every=5", "checkpoint_every=6", "histogram_every=0"]
@@ -352,6 +353,18 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
 
 
 # Other trouble.
+
+
+@pytest.mark.parametrize("told", ["[enforce fail at alloc_cpu.cpp] no memory", "no checkpoint in [/old]", "[red]"])
+def test_a_message_beside_the_progress_bar_is_shown_as_it_is(told, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setattr("sys.stderr", terminal := io.StringIO())
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    with Progress(f"title {told}"[:24], 10) as progress:
+        progress.say(told)
+        progress.update(10, "")
+    assert f"{told}\n" in terminal.getvalue()
+    assert f"title {told}"[:24] in terminal.getvalue()
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path):

@@ -85,7 +85,7 @@ class Progress:
                 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
                 from rich.progress import Progress as Bars
 
-                columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn())
+                columns = (TextColumn("{task.description:<24}", markup=False), BarColumn(), MofNCompleteColumn())
                 tail = (TextColumn("{task.fields[rate]}"), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
                 self.bar = Bars(*columns, *tail, console=Console(stderr=True))
                 self.bar.start()
@@ -107,7 +107,7 @@ class Progress:
     def say(self, message: str) -> None:
         """A message beside the bar."""
         if self.bar is not None:
-            self.bar.console.print(message, highlight=False)
+            self.bar.console.print(message, highlight=False, markup=False)
         elif not self.quiet:
             print(message, file=sys.stderr, flush=True)
 
