@@ -400,7 +400,8 @@ def test_tinyimagenet_is_read_decoded_once_and_tested_on_its_validation_set(tiny
     found = load("tinyimagenet", tiny_folder.parent)
     assert found.classes == ("n01", "n02")
     assert found.val is found.test
-    assert found.to("cpu").val is not None
+    moved = found.to("cpu")
+    assert moved.val is moved.test
     assert found.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert found.val.labels.tolist() == [0, 1, 0, 1]
     first = np.asarray(image.open(tiny_folder / "train" / "n01" / "images" / "n01_0.JPEG")).transpose(2, 0, 1)

@@ -19,7 +19,7 @@ from mirrorquant import BINARY, models
 from mirrorquant.cli import main
 from mirrorquant.train import Config, ConfigError, Run, RunError, checkpoint, recipes
 from mirrorquant.train.checkpoint import CheckpointError
-from mirrorquant.train.loop import USER_ERRORS, Interrupted, recalibrate
+from mirrorquant.train.loop import Interrupted, recalibrate
 from mirrorquant.train.report import Metrics, MetricsError, Progress, read_metrics
 
 DIGITS = "digits/digitsnet/binary/md-tanh-s"
@@ -210,7 +210,7 @@ def test_30_runs_killed_at_random_moments_end_bit_identical(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_write_a_checkpoint_and_the_run_continues(tmp_path, number):
+def test_signals_from_outside_write_a_checkpoint(tmp_path, number):
     settings = config("iterations=4000", "checkpoint_every=100000", "eval_every=100000")
     process = start(tmp_path / "run", settings)
     while not read_metrics(tmp_path / "run" / "metrics.jsonl"):
@@ -220,24 +220,51 @@ def test_signals_write_a_checkpoint_and_the_run_continues(tmp_path, number):
     assert 0 < checkpoint.load(tmp_path / "run" / "checkpoint.mq")["step"] < 4000
 
 
+def stopping(run, at_step):
+    """The run, to which a signal comes in that iteration."""
+    step = run._train_step
+
+    def stopped():
+        if run.step == at_step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    run._train_step = stopped
+    return run
+
+
+@pytest.mark.parametrize("stops", [[0], [17], [16, 17, 18], [38]])
+def test_a_run_stopped_by_signals_ends_bit_identical(tmp_path, stops):
+    settings, cut = config("finalize_at=0.45"), tmp_path / "cut"
+    Run(settings, tmp_path / "whole", quiet=True).train()
+    for stop in stops:
+        run = Run.resume(cut, quiet=True) if cut.exists() else Run(settings, cut, quiet=True)
+        with pytest.raises(Interrupted, match=f"stopped by SIGINT after iteration {stop + 1}; continue with"):
+            stopping(run, stop).train()
+    Run.resume(cut, quiet=True).train()
+    assert_identical(tmp_path / "whole", cut)
+
+
+def test_a_signal_in_the_last_iteration_finds_nothing_to_stop(tmp_path):
+    assert stopping(Run(config(), tmp_path / "run", quiet=True), 39).train()["curve"][-1][0] == 40
+
+
 def test_the_rate_counts_each_second_of_training_and_no_other(tmp_path, monkeypatch):
     """A step takes a second here and a checkpoint ten; the run is stopped between two lines of its log."""
     clock = [0.0]
     monkeypatch.setattr("mirrorquant.train.loop.time", SimpleNamespace(monotonic=lambda: clock[0]))
 
-    def slowly(work, seconds, stop=lambda: False):
+    def slowly(work, seconds):
         def slow():
             clock[0] += seconds
-            if stop():
-                os.kill(os.getpid(), signal.SIGTERM)
             return work()
 
         return slow
 
     run = Run(config("log_every=1000", "checkpoint_every=1000"), tmp_path / "run", quiet=True)
-    run._train_step = slowly(run._train_step, 1, stop=lambda: run.step == 17)
+    run._train_step = slowly(run._train_step, 1)
     with pytest.raises(Interrupted):
-        run.train()
+        stopping(run, 17).train()
     assert checkpoint.load(tmp_path / "run" / "checkpoint.mq")["seconds"] == 18
     rest = Run.resume(tmp_path / "run", quiet=True)
     rest._train_step = slowly(rest._train_step, 1)
@@ -506,4 +533,3 @@ def test_problems_of_data_model_and_device_are_told_without_a_traceback(tmp_path
         told = capsys.readouterr().err
         assert code == 1, told
         assert told.startswith("mirrorquant: ")
-    assert USER_ERRORS
