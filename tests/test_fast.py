@@ -85,6 +85,13 @@ def test_where_the_fast_score_cannot_serve_validation_is_done_plainly(tmp_path, 
     assert run.aside["validation"] > 0  # only the first one, which tried the graph, counts as startup
 
 
+def test_histograms_are_of_the_weights_at_their_step(tmp_path):
+    train(tmp_path / "run", "engine=graph", "iterations=9", "histogram_every=4")
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "weights"]
+    assert [row["step"] for row in rows] == [1, 4, 8]
+    assert rows[0]["layers"] != rows[1]["layers"] != rows[2]["layers"]
+
+
 def test_ternary_levels_and_float_layers_are_served(tmp_path):
     _, expected = train(tmp_path / "plain", "engine=eager", "affine=true", "levels=ternary")
     fast, found = train(tmp_path / "fast", "engine=graph", "affine=true", "levels=ternary")

@@ -1,5 +1,6 @@
 """Training runs: the protocol, resuming, and what happens when something goes wrong."""
 
+import copy
 import io
 import json
 import multiprocessing
@@ -19,7 +20,7 @@ from mirrorquant import BINARY, models
 from mirrorquant.cli import main
 from mirrorquant.train import Config, ConfigError, Run, RunError, checkpoint, recipes
 from mirrorquant.train.checkpoint import CheckpointError
-from mirrorquant.train.loop import Interrupted, recalibrate
+from mirrorquant.train.loop import Interrupted, accuracy, recalibrate
 from mirrorquant.train.report import Metrics, MetricsError, Progress, read_metrics
 
 DIGITS = "digits/digitsnet/binary/md-tanh-s"
@@ -83,10 +84,56 @@ def test_a_run_leaves_everything_that_its_reader_needs(tmp_path):
 
 def test_learning_rate_and_beta_follow_the_papers_schedules(tmp_path):
     overrides = ["lr=0.01", "lr_scale=0.5", "lr_interval=10", "beta_scale=2", "beta_interval=8", "log_every=1"]
-    Run(config(*overrides), tmp_path / "run", quiet=True).train()
+    run, used = Run(config(*overrides), tmp_path / "run", quiet=True), []
+    run.opt.register_step_pre_hook(lambda opt, *_: used.append((opt.param_groups[0]["lr"], opt.beta)))
+    run.train()
+    assert used == [(0.01 * 0.5 ** (k // 10), 2.0 ** -(-k // 8)) for k in range(40)]
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train"]
     assert [row["lr"] for row in rows] == [0.01 * 0.5 ** (k // 10) for k in range(40)]
     assert [row["beta"] for row in rows] == [2.0 ** -(-(k + 1) // 8) for k in range(40)]
+
+
+def test_a_line_of_the_log_has_the_mean_loss_since_the_one_before(tmp_path):
+    losses = []
+    for every in (1, 5):
+        Run(config("iterations=13", f"log_every={every}"), tmp_path / str(every), quiet=True).train()
+        rows = read_metrics(tmp_path / str(every) / "metrics.jsonl")
+        losses.append({row["step"]: row["loss"] for row in rows if row["kind"] == "train"})
+    each, means = losses
+    for step, first in ((5, 1), (10, 6), (13, 11)):
+        expected = sum(each[k] for k in range(first, step + 1)) / (step + 1 - first)
+        assert means.pop(step) == pytest.approx(expected, rel=1e-5)
+    assert not means
+
+
+def test_the_best_rounded_network_is_tested_and_the_last_one_soft_and_rounded(tmp_path):
+    """Validation is made up: the best has an equal before, and comes before the run is stopped."""
+    run, kept = Run(config(), tmp_path / "run", quiet=True), {}
+
+    def score():
+        with run.opt.quantized():
+            kept[run.step] = copy.deepcopy(run.model.state_dict())
+        return {10: 50.0, 20: 90.0, 30: 90.0}[run.step], 0.0
+
+    run._rounded_score = score
+    with pytest.raises(Interrupted):
+        stopping(run, 34).train()
+    rest = Run.resume(tmp_path / "run", quiet=True)
+    rest._rounded_score = lambda: (10.0, 0.0)
+    summary = rest.train()
+    assert (summary["best_step"], summary["val_accuracy"]) == (30, 90.0)
+    best = checkpoint.load(tmp_path / "run" / "best.mq")["model"]
+    assert all(torch.equal(best[name], tensor) for name, tensor in kept[30].items())
+    last = checkpoint.load(tmp_path / "run" / "checkpoint.mq")["model"]
+    rounded = {name: tensor if "bn" in name else BINARY.nearest(tensor) for name, tensor in last.items()}
+
+    def tested(state):
+        rest.model.load_state_dict(state)
+        return accuracy(rest.model, rest.data.test, rest.data)[0]
+
+    told = [summary[f"test_accuracy{which}"] for which in ("", "_soft", "_last")]
+    assert told == [tested(best), tested(last), tested(rounded)]
+    assert len(set(told)) == 3
 
 
 def test_proxquant_rounds_for_good_at_its_fraction_of_training(tmp_path):
@@ -107,6 +154,12 @@ def test_recalibration_averages_the_statistics_of_the_batches():
     recalibrate(norm, iter(batches))
     torch.testing.assert_close(norm.running_mean, torch.stack([b.mean(0) for b in batches]).mean(0))
     torch.testing.assert_close(norm.running_var, torch.stack([b.var(0) for b in batches]).mean(0))
+
+
+def test_the_best_network_is_saved_with_the_statistics_of_its_recalibration(tmp_path):
+    Run(config("iterations=10", "recalibrate=2"), tmp_path / "run", quiet=True).train()
+    best = checkpoint.load(tmp_path / "run" / "best.mq")["model"]
+    assert [int(best[f"bn{i}.num_batches_tracked"]) for i in (1, 2, 3)] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
