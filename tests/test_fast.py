@@ -55,6 +55,22 @@ def test_fast_and_plain_engine_train_alike(method, tmp_path):
             assert fast.model.state_dict()[key] == value
 
 
+@pytest.mark.parametrize(
+    ("method", "changed"),
+    [
+        ("ref", "optimizer=sgd lr=0.1 momentum=0.9 weight_decay=0.1"),
+        ("md-tanh-s", "optimizer=sgd lr=0.1 momentum=0"),
+        ("md-tanh-s", "weight_decay=0.1"),
+        ("pq", "pq_rate=20"),
+    ],
+)
+def test_both_engines_take_momentum_decay_and_the_proximal_step_alike(method, changed, tmp_path):
+    _, expected = train(tmp_path / "plain", "engine=eager", "iterations=25", *changed.split(), method=method)
+    fast, found = train(tmp_path / "fast", "engine=graph", "iterations=25", *changed.split(), method=method)
+    assert fast.engine == "graph"
+    assert_alike(found, expected)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_fast_score_is_that_of_the_rounded_network(method, tmp_path):
     """The graph engine validates by its own rounding of the latents, which must be the optimizer's."""
