@@ -9,7 +9,7 @@ from torch import nn
 
 from mirrorquant.train import beside, checkpoint
 from mirrorquant.train.config import Config
-from mirrorquant.train.fast import FastStep, Unsupported
+from mirrorquant.train.fast import FastStep, Unsupported, _update
 from mirrorquant.train.loop import Run, RunError
 from mirrorquant.train.report import read_metrics
 
@@ -173,6 +173,22 @@ def test_what_the_fast_step_cannot_serve_is_trained_plainly_and_said(tmp_path, c
     run.train()
     assert run.engine == "eager"
     assert "the plain engine does, slower" in capsys.readouterr().err
+
+
+def test_a_first_step_that_breaks_off_is_taken_once_by_the_plain_engine(tmp_path, monkeypatch):
+    def broken(method, *rest):
+        if method.name != "ref":
+            raise RuntimeError("no such kernel")
+        _update(method, *rest)
+
+    monkeypatch.setattr("mirrorquant.train.fast._update", broken)
+    runs = [Run(config(f"engine={name}", "affine=true"), tmp_path / name, quiet=True) for name in ("eager", "graph")]
+    for run in runs:
+        run.advance()
+        run.advance()
+        assert run.engine == "eager"
+    for name, expected in runs[0].model.state_dict().items():
+        torch.testing.assert_close(runs[1].model.state_dict()[name], expected)
 
 
 def test_weights_that_have_become_nan_are_not_saved_over_a_good_checkpoint(tmp_path):

@@ -188,7 +188,8 @@ class Run:
         self.step += 1
 
     def _fast_step(self) -> None:
-        """A step of the fast engine; where it cannot serve, it says so and the plain one takes over."""
+        """A step of the fast engine; where its first one fails, it says so and the plain one takes that step over."""
+        before = copy.deepcopy((self.opt.state_dict(), self.model.state_dict())) if self.fast is None else None
         try:
             if self.fast is None:
                 from mirrorquant.train.fast import FastStep
@@ -210,9 +211,11 @@ class Run:
                 with self._timed("startup"):
                     self.fast(self.step)
         except Exception as error:
-            if self.fast is not None and self.fast.runs:
+            if before is None:
                 raise
             self.engine, self.fast = "eager", None
+            self.opt.load_state_dict(before[0])
+            self.model.load_state_dict(before[1])
             self._say(f"engine=graph cannot train this ({first_line(error)}): the plain engine does, slower")
             self.losses += self._train_step()
 
