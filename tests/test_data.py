@@ -344,6 +344,23 @@ def test_without_network_the_error_says_what_to_put_where(tmp_path, monkeypatch,
         load(name, tmp_path, download=False)
 
 
+def test_a_download_of_several_files_that_broke_off_goes_on(tmp_path, monkeypatch, fashion_files):
+    site = tmp_path / "site"
+    site.mkdir()
+    for name, content in fashion_files.items():
+        (site / f"{name}.gz").write_bytes(gzip.compress(content, mtime=0))
+    md5 = {name: hashlib.md5((site / f"{name}.gz").read_bytes()).hexdigest() for name in fashion_files}
+    monkeypatch.setattr(fashion_mnist, "MD5", md5)
+    monkeypatch.setattr(fashion_mnist, "URL", f"{site.as_uri()}/")
+    last = (site / "t10k-labels-idx1-ubyte.gz").rename(tmp_path / "away")
+    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte\.gz could not be downloaded"):
+        load("fashion-mnist", tmp_path / "data")
+    last.rename(site / "t10k-labels-idx1-ubyte.gz")
+    for name in list(fashion_files)[:3]:
+        (site / f"{name}.gz").unlink()  # these are there already
+    assert len(load("fashion-mnist", tmp_path / "data").test) == 10
+
+
 def test_the_root_may_be_a_file(tmp_path):
     (tmp_path / "data").write_text("")
     for name in ("cifar10", "cifar100", "tinyimagenet"):
@@ -383,7 +400,8 @@ def test_tinyimagenet_is_read_decoded_once_and_tested_on_its_validation_set(tiny
     found = load("tinyimagenet", tiny_folder.parent)
     assert found.classes == ("n01", "n02")
     assert found.val is found.test
-    assert found.to("cpu").val is not None
+    moved = found.to("cpu")
+    assert moved.val is moved.test
     assert found.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert found.val.labels.tolist() == [0, 1, 0, 1]
     first = np.asarray(image.open(tiny_folder / "train" / "n01" / "images" / "n01_0.JPEG")).transpose(2, 0, 1)

@@ -54,7 +54,8 @@ def test_batches_leave_the_global_generator_alone():
 def test_another_seed_or_epoch_gives_other_batches():
     assert not torch.equal(loader(seed=1).batch(0)[1], loader(seed=2).batch(0)[1])
     one = loader()
-    assert not torch.equal(one.batch(0)[1], one.batch(one.batches_per_epoch)[1])
+    firsts = {tuple(one.batch(epoch * one.batches_per_epoch)[1].tolist()) for epoch in range(20)}
+    assert len(firsts) == 20
 
 
 def test_each_epoch_visits_each_image_once():
@@ -157,6 +158,12 @@ def test_boxes_of_resized_crops_have_the_usual_areas_and_ratios():
     assert ratio.min() > 0.70
     assert ratio.max() < 1.43
     assert abs(ratio.log().mean()) < 0.01
+
+
+@pytest.mark.parametrize(("height", "width", "box"), [(40, 8, [14, 0, 11, 8]), (8, 40, [0, 14, 8, 11])])
+def test_where_no_box_fits_it_is_the_largest_central_one_of_an_allowed_ratio(height, width, box):
+    draws = ResizedCrop(scale=(1.0, 1.0)).draw(5, height, width, torch.Generator().manual_seed(0))
+    assert draws[:, :4].tolist() == [box] * 5
 
 
 @pytest.mark.parametrize("augment", ["crop-flip", "resized-crop-flip"])

@@ -1,11 +1,12 @@
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirrorquant import models
@@ -41,6 +42,52 @@ def test_parameter_counts(name: str, count: int, tensors: int, affine_count: int
     sizes = [parameter.numel() for parameter in empty(name).parameters()]
     assert (sum(sizes), len(sizes)) == (count, tensors)
     assert sum(parameter.numel() for parameter in empty(name, affine=True).parameters()) == affine_count
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, training=True)
+
+
+def usual_resnet18(x: Tensor, w: Iterator[Tensor]) -> Tensor:
+    x = F.relu(norm(F.conv2d(x, next(w), padding=1)))
+    for stride in (1, 1, 2, 1, 2, 1, 2, 1):
+        inner = F.relu(norm(F.conv2d(x, next(w), stride=stride, padding=1)))
+        inner = norm(F.conv2d(inner, next(w), padding=1))
+        x = F.relu(inner + (x if stride == 1 else norm(F.conv2d(x, next(w), stride=stride))))
+    return F.linear(x.mean((2, 3)), next(w), next(w))
+
+
+def usual_mobilenetv2(x: Tensor, w: Iterator[Tensor]) -> Tensor:
+    x = F.relu(norm(F.conv2d(x, next(w), padding=1)))
+    for stride in (1, 1, 1, 2, 1, 1, 2, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1):
+        inner = F.relu(norm(F.conv2d(x, next(w))))
+        inner = F.relu(norm(F.conv2d(inner, next(w), stride=stride, padding=1, groups=inner.shape[1])))
+        inner = norm(F.conv2d(inner, next(w)))
+        if stride == 1:
+            inner = inner + (x if x.shape == inner.shape else norm(F.conv2d(x, next(w))))
+        x = inner
+    return F.linear(F.relu(norm(F.conv2d(x, next(w)))).mean((2, 3)), next(w), next(w))
+
+
+def usual_vgg16(x: Tensor, w: Iterator[Tensor]) -> Tensor:
+    for layers in (2, 2, 3, 3, 3):
+        for _ in range(layers):
+            x = F.relu(norm(F.conv2d(x, next(w), next(w), padding=1)))
+        x = F.max_pool2d(x, 2)
+    x = x.flatten(1)
+    for _ in range(2):
+        x = F.relu(norm(F.linear(x, next(w), next(w))))
+    return F.linear(x, next(w), next(w))
+
+
+@pytest.mark.parametrize("usual", [usual_resnet18, usual_mobilenetv2, usual_vgg16])
+def test_networks_compute_what_the_usual_ones_for_cifar_do(usual: Callable[[Tensor, Iterator[Tensor]], Tensor]) -> None:
+    model = models.build(usual.__name__.removeprefix("usual_"), 10)
+    models.initialize(model, torch.Generator().manual_seed(0))
+    images, weights = torch.rand(4, 3, 32, 32), model.parameters()
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), usual(images, weights), atol=1e-4, rtol=1e-4)
+    assert next(weights, None) is None
 
 
 @pytest.mark.parametrize("name", models.names())
@@ -203,3 +250,12 @@ def test_initialize_leaves_batch_norm_at_one_and_zero() -> None:
     models.initialize(model)
     assert torch.equal(model.bn1.weight, torch.ones(32))
     assert torch.equal(model.bn1.bias, torch.zeros(32))
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.InstanceNorm2d(4, affine=True), nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.RMSNorm(4)], ids=type
+)
+def test_initialize_leaves_every_kind_of_normalization_at_one_and_zero(norm: nn.Module) -> None:
+    models.initialize(norm)
+    expected = {"weight": [1.0] * 4, "bias": [0.0] * 4}
+    assert all(parameter.tolist() == expected[name] for name, parameter in norm.named_parameters())

@@ -1,5 +1,7 @@
 """Training runs: the protocol, resuming, and what happens when something goes wrong."""
 
+import copy
+import io
 import json
 import multiprocessing
 import os
@@ -8,6 +10,7 @@ import resource
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +20,8 @@ from mirrorquant import BINARY, models
 from mirrorquant.cli import main
 from mirrorquant.train import Config, ConfigError, Run, RunError, checkpoint, recipes
 from mirrorquant.train.checkpoint import CheckpointError
-from mirrorquant.train.loop import USER_ERRORS, recalibrate
-from mirrorquant.train.report import read_metrics
+from mirrorquant.train.loop import Interrupted, accuracy, recalibrate
+from mirrorquant.train.report import Metrics, MetricsError, Progress, read_metrics
 
 DIGITS = "digits/digitsnet/binary/md-tanh-s"
 SHORT = ["iterations=40", "batch_size=32", "eval_every=10", "log_every=5", "checkpoint_every=6", "histogram_every=0"]
@@ -81,10 +84,56 @@ def test_a_run_leaves_everything_that_its_reader_needs(tmp_path):
 
 def test_learning_rate_and_beta_follow_the_papers_schedules(tmp_path):
     overrides = ["lr=0.01", "lr_scale=0.5", "lr_interval=10", "beta_scale=2", "beta_interval=8", "log_every=1"]
-    Run(config(*overrides), tmp_path / "run", quiet=True).train()
+    run, used = Run(config(*overrides), tmp_path / "run", quiet=True), []
+    run.opt.register_step_pre_hook(lambda opt, *_: used.append((opt.param_groups[0]["lr"], opt.beta)))
+    run.train()
+    assert used == [(0.01 * 0.5 ** (k // 10), 2.0 ** -(-k // 8)) for k in range(40)]
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train"]
     assert [row["lr"] for row in rows] == [0.01 * 0.5 ** (k // 10) for k in range(40)]
     assert [row["beta"] for row in rows] == [2.0 ** -(-(k + 1) // 8) for k in range(40)]
+
+
+def test_a_line_of_the_log_has_the_mean_loss_since_the_one_before(tmp_path):
+    losses = []
+    for every in (1, 5):
+        Run(config("iterations=13", f"log_every={every}"), tmp_path / str(every), quiet=True).train()
+        rows = read_metrics(tmp_path / str(every) / "metrics.jsonl")
+        losses.append({row["step"]: row["loss"] for row in rows if row["kind"] == "train"})
+    each, means = losses
+    for step, first in ((5, 1), (10, 6), (13, 11)):
+        expected = sum(each[k] for k in range(first, step + 1)) / (step + 1 - first)
+        assert means.pop(step) == pytest.approx(expected, rel=1e-5)
+    assert not means
+
+
+def test_the_best_rounded_network_is_tested_and_the_last_one_soft_and_rounded(tmp_path):
+    """Validation is made up: the best has an equal before, and comes before the run is stopped."""
+    run, kept = Run(config(), tmp_path / "run", quiet=True), {}
+
+    def score():
+        with run.opt.quantized():
+            kept[run.step] = copy.deepcopy(run.model.state_dict())
+        return {10: 50.0, 20: 90.0, 30: 90.0}[run.step], 0.0
+
+    run._rounded_score = score
+    with pytest.raises(Interrupted):
+        stopping(run, 34).train()
+    rest = Run.resume(tmp_path / "run", quiet=True)
+    rest._rounded_score = lambda: (10.0, 0.0)
+    summary = rest.train()
+    assert (summary["best_step"], summary["val_accuracy"]) == (30, 90.0)
+    best = checkpoint.load(tmp_path / "run" / "best.mq")["model"]
+    assert all(torch.equal(best[name], tensor) for name, tensor in kept[30].items())
+    last = checkpoint.load(tmp_path / "run" / "checkpoint.mq")["model"]
+    rounded = {name: tensor if "bn" in name else BINARY.nearest(tensor) for name, tensor in last.items()}
+
+    def tested(state):
+        rest.model.load_state_dict(state)
+        return accuracy(rest.model, rest.data.test, rest.data)[0]
+
+    told = [summary[f"test_accuracy{which}"] for which in ("", "_soft", "_last")]
+    assert told == [tested(best), tested(last), tested(rounded)]
+    assert len(set(told)) == 3
 
 
 def test_proxquant_rounds_for_good_at_its_fraction_of_training(tmp_path):
@@ -120,6 +169,12 @@ def test_recalibration_averages_the_statistics_of_the_batches():
     recalibrate(norm, iter(batches))
     torch.testing.assert_close(norm.running_mean, torch.stack([b.mean(0) for b in batches]).mean(0))
     torch.testing.assert_close(norm.running_var, torch.stack([b.var(0) for b in batches]).mean(0))
+
+
+def test_the_best_network_is_saved_with_the_statistics_of_its_recalibration(tmp_path):
+    Run(config("iterations=10", "recalibrate=2"), tmp_path / "run", quiet=True).train()
+    best = checkpoint.load(tmp_path / "run" / "best.mq")["model"]
+    assert [int(best[f"bn{i}.num_batches_tracked"]) for i in (1, 2, 3)] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +278,7 @@ def test_30_runs_killed_at_random_moments_end_bit_identical(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_write_a_checkpoint_and_the_run_continues(tmp_path, number):
+def test_signals_from_outside_write_a_checkpoint(tmp_path, number):
     settings = config("iterations=4000", "checkpoint_every=100000", "eval_every=100000")
     process = start(tmp_path / "run", settings)
     while not read_metrics(tmp_path / "run" / "metrics.jsonl"):
@@ -231,6 +286,61 @@ def test_signals_write_a_checkpoint_and_the_run_continues(tmp_path, number):
     os.kill(process.pid, number)
     process.join(60)
     assert 0 < checkpoint.load(tmp_path / "run" / "checkpoint.mq")["step"] < 4000
+
+
+def stopping(run, at_step):
+    """The run, to which a signal comes in that iteration."""
+    step = run._train_step
+
+    def stopped():
+        if run.step == at_step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step()
+
+    run._train_step = stopped
+    return run
+
+
+@pytest.mark.parametrize("stops", [[0], [17], [16, 17, 18], [38]])
+def test_a_run_stopped_by_signals_ends_bit_identical(tmp_path, stops):
+    settings, cut = config("finalize_at=0.45"), tmp_path / "cut"
+    Run(settings, tmp_path / "whole", quiet=True).train()
+    for stop in stops:
+        run = Run.resume(cut, quiet=True) if cut.exists() else Run(settings, cut, quiet=True)
+        with pytest.raises(Interrupted, match=f"stopped by SIGINT after iteration {stop + 1}; continue with"):
+            stopping(run, stop).train()
+    Run.resume(cut, quiet=True).train()
+    assert_identical(tmp_path / "whole", cut)
+
+
+def test_a_signal_in_the_last_iteration_finds_nothing_to_stop(tmp_path):
+    assert stopping(Run(config(), tmp_path / "run", quiet=True), 39).train()["curve"][-1][0] == 40
+
+
+def test_the_rate_counts_each_second_of_training_and_no_other(tmp_path, monkeypatch):
+    """A step takes a second here and a checkpoint ten; the run is stopped between two lines of its log."""
+    clock = [0.0]
+    monkeypatch.setattr("mirrorquant.train.loop.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def slowly(work, seconds):
+        def slow():
+            clock[0] += seconds
+            return work()
+
+        return slow
+
+    run = Run(config("log_every=1000", "checkpoint_every=1000"), tmp_path / "run", quiet=True)
+    run._train_step = slowly(run._train_step, 1)
+    with pytest.raises(Interrupted):
+        stopping(run, 17).train()
+    assert checkpoint.load(tmp_path / "run" / "checkpoint.mq")["seconds"] == 18
+    rest = Run.resume(tmp_path / "run", quiet=True)
+    rest._train_step = slowly(rest._train_step, 1)
+    rest._write_checkpoint = slowly(rest._write_checkpoint, 10)
+    summary = rest.train()
+    assert summary["seconds"] == 50
+    assert summary["aside"]["checkpoints"] == 10
+    assert summary["training_iterations_per_second"] == 1
 
 
 def test_the_spare_is_used_where_a_checkpoint_is_damaged(tmp_path):
@@ -243,6 +353,20 @@ def test_the_spare_is_used_where_a_checkpoint_is_damaged(tmp_path):
     assert "checkpoint.mq is damaged" in run.messages[0]
     assert run.messages[1] == "continuing after iteration 24"
     assert_identical(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("done", [0, 3])
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path, done):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for steps_done, steps in ((0, range(1, 6)), (done, range(done + 1, 8))):
+        metrics = Metrics(tmp_path, steps_done)
+        for step in steps:
+            metrics.write("val", step, accuracy=1.0)
+        metrics.close()
+        time.sleep(1.1)  # the names of the files, and so their order, go by the second
+    events = reader.EventAccumulator(str(tmp_path)).Reload().Scalars("val/accuracy")
+    assert [event.step for event in events] == [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert [event.step for event in events] == [1, 2, 3, 4, 5, 6, 7]
 
 
 # Damaged files.
@@ -326,6 +450,18 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
 # Other trouble.
 
 
+@pytest.mark.parametrize("told", ["[enforce fail at alloc_cpu.cpp] no memory", "no checkpoint in [/old]", "[red]"])
+def test_a_message_beside_the_progress_bar_is_shown_as_it_is(told, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setattr("sys.stderr", terminal := io.StringIO())
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    with Progress(f"title {told}"[:24], 10) as progress:
+        progress.say(told)
+        progress.update(10, "")
+    assert f"{told}\n" in terminal.getvalue()
+    assert f"title {told}"[:24] in terminal.getvalue()
+
+
 def test_two_runs_in_one_folder_are_refused(tmp_path):
     first = Run(config(), tmp_path / "run", quiet=True)
     with pytest.raises(RunError, match="in use by another run"):
@@ -380,6 +516,23 @@ def test_a_full_disk_ends_with_a_clear_error_and_the_last_good_checkpoint(tmp_pa
     Run(config(), tmp_path / "whole", quiet=True).train()
     Run.resume(folder, quiet=True).train()
     assert_identical(tmp_path / "whole", folder)
+
+
+def resume_metrics_on_a_full_disk(folder):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))
+    with pytest.raises(MetricsError, match=r"metrics\.jsonl could not be written .* before is intact"):
+        Metrics(folder, 30)
+
+
+def test_a_full_disk_on_resuming_leaves_the_metrics_as_they_were(finished, tmp_path):
+    content = (finished / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    process = multiprocessing.get_context("fork").Process(target=resume_metrics_on_a_full_disk, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert (tmp_path / "metrics.jsonl").read_bytes() == content
 
 
 @pytest.mark.parametrize(
@@ -448,4 +601,3 @@ def test_problems_of_data_model_and_device_are_told_without_a_traceback(tmp_path
         told = capsys.readouterr().err
         assert code == 1, told
         assert told.startswith("mirrorquant: ")
-    assert USER_ERRORS

@@ -43,21 +43,25 @@ CLASSES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shi
 
 
 def load(root: Path, *, download: bool) -> Data:
-    """Fashion-MNIST from the first folder that has one of its files, or downloaded to `root/fashion-mnist`."""
+    """Fashion-MNIST from the first folder that has one of its files; what `root/fashion-mnist` lacks is downloaded."""
     own = root / "fashion-mnist"
     remedy = f"Put the four files {', '.join(f'{name}.gz' for name in SHAPES)} of {URL} in {own}."
     places = (own, root, root / "FashionMNIST" / "raw", SYSTEM)
-    folder = next((p for p in places for name in SHAPES for end in ("", ".gz") if (p / f"{name}{end}").exists()), None)
-    if folder is None:
-        if not download:
-            raise DataError(f"No file of Fashion-MNIST is in {own}, and downloading is off. {remedy}")
-        for name, md5 in MD5.items():
+    folder = next((p for p in places if any(_has(p, name) for name in SHAPES)), None)
+    if folder is None and not download:
+        raise DataError(f"No file of Fashion-MNIST is in {own}, and downloading is off. {remedy}")
+    folder = folder or own
+    for name, md5 in MD5.items():
+        if download and folder == own and not _has(own, name):  # all of them, or what a download that broke off left
             fetch(f"{URL}{name}.gz", md5, own / f"{name}.gz", remedy)
-        folder = own
     images, labels, *rest = (read_idx(folder, name, shape, SHA256[name], remedy) for name, shape in SHAPES.items())
     fit, test = _images(images, labels), _images(*rest)
     train, val = fit.take(slice(-VAL)), fit.take(slice(-VAL, None))
     return Data("fashion-mnist", train, val, test, MEAN, STD, augment="crop-flip")
+
+
+def _has(folder: Path, name: str) -> bool:
+    return any((folder / f"{name}{end}").exists() for end in ("", ".gz"))
 
 
 def read_idx(folder: Path, name: str, shape: tuple[int, ...], sha256: str | None, remedy: str) -> Tensor:

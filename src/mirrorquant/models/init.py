@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-_NORMS = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 _ONE_DIMENSIONAL_STD = 0.1
 
 

@@ -255,6 +255,7 @@ class Part:
             return
         for tensor, view in zip(moved, self.views(latent), strict=True):
             tensor.data = view.copy_(tensor.detach())
+        self.method.write(self.weight, self.latents if lifted else latent, group["beta"])
         if len({int(state.get("step", 0)) for state in self.states}) > 1:
             raise Unsupported("the optimizer has taken more steps for some parameters than for others")
         self.counted = int(self.states[0].get("step", 0))

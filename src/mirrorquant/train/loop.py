@@ -130,6 +130,7 @@ class Run:
         self.score: FastScore | None = None
         self.scores = True
         self.step, self.seconds, self.best_step, self.best_accuracy = 0, 0.0, -1, -1.0
+        self.began = time.monotonic()
         self.aside = {"startup": 0.0, "validation": 0.0, "checkpoints": 0.0}  # seconds that did not go into training
         self.best: dict[str, Tensor] = {}
         self.losses = torch.zeros((), device=self.device)
@@ -152,9 +153,9 @@ class Run:
     # Training.
 
     def _iterate(self, progress: Progress, stop: _Stop) -> None:
-        config, before, began = self.config, self.seconds, time.monotonic()
+        config, saved = self.config, time.monotonic()
         finalize_step = math.ceil(Fraction(str(config.finalize_at)) * config.iterations)  # 0.07 of 100 is 7
-        saved = began
+        self.began = saved - self.seconds
         while self.step < config.iterations:
             if stop.number:
                 self._save_checkpoint()
@@ -170,7 +171,6 @@ class Run:
                 self.fast = self.score = None  # built anew, for what stays to train
             logged = self.step % config.log_every == 0 or self.step == config.iterations
             if logged:
-                self.seconds = before + time.monotonic() - began
                 text = self._log()
             if self.step % config.eval_every == 0 or self.step == config.iterations:
                 self._validate()
@@ -182,9 +182,7 @@ class Run:
             every, since = config.checkpoint_every, time.monotonic() - saved
             if self.step % every == 0 if every else since > CHECKPOINT_SECONDS:
                 saved = time.monotonic()
-                self.seconds = before + saved - began
                 self._save_checkpoint()
-        self.seconds = before + time.monotonic() - began
 
     def advance(self) -> None:
         """One iteration, by the engine of the run; its loss is added to ``losses``."""
@@ -195,7 +193,8 @@ class Run:
         self.step += 1
 
     def _fast_step(self) -> None:
-        """A step of the fast engine; where it cannot serve, it says so and the plain one takes over."""
+        """A step of the fast engine; where its first one fails, it says so and the plain one takes that step over."""
+        before = copy.deepcopy((self.opt.state_dict(), self.model.state_dict())) if self.fast is None else None
         try:
             if self.fast is None:
                 from mirrorquant.train.fast import FastStep
@@ -217,9 +216,11 @@ class Run:
                 with self._timed("startup"):
                     self.fast(self.step)
         except Exception as error:
-            if self.fast is not None and self.fast.runs:
+            if before is None:
                 raise
             self.engine, self.fast = "eager", None
+            self.opt.load_state_dict(before[0])
+            self.model.load_state_dict(before[1])
             self._say(f"engine=graph cannot train this ({first_line(error)}): the plain engine does, slower")
             self.losses += self._train_step()
 
@@ -269,8 +270,8 @@ class Run:
         return torch.autocast(self.device.type, self.config.dtype)
 
     def _refuse_nan(self, x: Tensor) -> None:
-        """Names the first layer whose output is not finite."""
-        culprit = ["the loss itself"]
+        """Names the first layer whose output is not finite; the fast step's own weights are not in the model."""
+        culprit = ["the loss itself" if self.fast is None else "the weights"]
 
         def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
             def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -292,6 +293,7 @@ class Run:
 
     def _log(self) -> str:
         """Records the mean loss of the iterations since the last time, and returns what to say of it."""
+        self._count_seconds()
         loss = float(self.losses) / ((self.step - 1) % self.config.log_every + 1)
         self.losses.zero_()
         if not math.isfinite(loss):
@@ -306,7 +308,8 @@ class Run:
         return float(next((group["anneal"](self.step) for group in groups), 1.0))
 
     def _validate(self) -> None:
-        with self._timed("startup" if self.fast is not None and self.score is None else "validation"):
+        first = self.fast is not None and self.scores and self.score is None
+        with self._timed("startup" if first else "validation"):
             found, loss = self._rounded_score()
         self._record("val", accuracy=found, loss=loss)
         if found >= self.best_accuracy:  # of equals the later one, which is closer to its levels
@@ -342,6 +345,10 @@ class Run:
         yield
         self.aside[what] += time.monotonic() - began
 
+    def _count_seconds(self) -> None:
+        """All seconds of training so far, those aside and those before a resume too."""
+        self.seconds = time.monotonic() - self.began
+
     def _record(self, kind: str, **values: Any) -> None:
         if self.metrics is not None:
             self.metrics.write(kind, self.step, **values)
@@ -365,7 +372,11 @@ class Run:
     # Checkpoints.
 
     def _save_checkpoint(self) -> None:
+        self._count_seconds()
         with self._timed("checkpoints"):
+            moved = (p for group in self.opt.base.param_groups for p in group["params"])
+            if any(bool(p.isnan().any()) for p in moved):  # the fast step does not look at its gradients
+                self._refuse_nan(self.loader.batch(self.step)[0])
             self._sync()
             self._write_checkpoint()
 
@@ -416,6 +427,7 @@ class Run:
 
     def _finish(self) -> dict[str, Any]:
         self._save_checkpoint()
+        self._count_seconds()
         soft, _ = self.evaluate(self.data.test)
         with self.opt.quantized():
             last, _ = self.evaluate(self.data.test)

@@ -12,11 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mirrorquant import _files
+
 __all__ = ["Metrics", "MetricsError", "Progress", "first_line", "read_metrics"]
 
 
 class MetricsError(ValueError):
-    """A broken line of a metrics file; the message names both."""
+    """A metrics file that cannot be written, or a broken line of it; the message says which."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -41,13 +43,14 @@ class Metrics:
     def __init__(self, folder: Path, steps_done: int) -> None:
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path) if row.get("step", 0) <= steps_done] if steps_done else []
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        content = "".join(json.dumps(row) + "\n" for row in kept)
+        _files.write_atomically(self.path, content.encode(), MetricsError)
         self.file = self.path.open("a", encoding="utf-8")
         self.events: Any = None
         try:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.events = SummaryWriter(str(folder), purge_step=steps_done or None)
+            self.events = SummaryWriter(str(folder), purge_step=steps_done + 1)  # hides this step and all after
         except ImportError:
             pass
 
@@ -82,7 +85,7 @@ class Progress:
                 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
                 from rich.progress import Progress as Bars
 
-                columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn())
+                columns = (TextColumn("{task.description:<24}", markup=False), BarColumn(), MofNCompleteColumn())
                 tail = (TextColumn("{task.fields[rate]}"), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
                 self.bar = Bars(*columns, *tail, console=Console(stderr=True))
                 self.bar.start()
@@ -104,7 +107,7 @@ class Progress:
     def say(self, message: str) -> None:
         """A message beside the bar."""
         if self.bar is not None:
-            self.bar.console.print(message, highlight=False)
+            self.bar.console.print(message, highlight=False, markup=False)
         elif not self.quiet:
             print(message, file=sys.stderr, flush=True)
 
