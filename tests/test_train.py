@@ -367,6 +367,24 @@ def test_a_full_disk_ends_with_a_clear_error_and_the_last_good_checkpoint(tmp_pa
     assert_identical(tmp_path / "whole", folder)
 
 
+def resume_with_a_full_disk(folder):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    raise SystemExit(main(["train", "--resume", str(folder)]))
+
+
+def test_resuming_with_a_full_disk_leaves_the_metrics_as_they_were(tmp_path, capfd):
+    Run(config(), tmp_path / "run", quiet=True).train()
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert len(before) > 1000
+    process = multiprocessing.get_context("fork").Process(target=resume_with_a_full_disk, args=(tmp_path / "run",))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 1
+    assert "metrics.jsonl could not be written (File too large)" in capfd.readouterr().err
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

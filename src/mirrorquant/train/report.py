@@ -12,11 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mirrorquant import _files
+
 __all__ = ["Metrics", "MetricsError", "Progress", "first_line", "read_metrics"]
 
 
 class MetricsError(ValueError):
-    """A broken line of a metrics file; the message names both."""
+    """A metrics file that cannot be written, or a broken line of one; the message names it."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -41,7 +43,8 @@ class Metrics:
     def __init__(self, folder: Path, steps_done: int) -> None:
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path) if row.get("step", 0) <= steps_done] if steps_done else []
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        content = "".join(json.dumps(row) + "\n" for row in kept).encode()
+        _files.write_atomically(self.path, content, MetricsError)
         self.file = self.path.open("a", encoding="utf-8")
         self.events: Any = None
         try:
