@@ -277,7 +277,7 @@ class Options(nn.Module):
 def test_options_go_by_all_their_names(to, tmp_path):
     model, x = on_levels(Options()), torch.randn(2, 3, 6, 6)
     assert close(export_and_run(model, tmp_path, to, x), model(x))
-    with pytest.raises(PackError, match=r"mean .* cannot be exported: it has the option out="):
+    with pytest.raises(PackError, match=r"^mean_1 \(mean\) cannot be exported: it has the option out="):
         export_and_run(on_levels(Options(lambda x: torch.mean(x, 1, out=x.mean(1)))), tmp_path, to, x)
     with pytest.raises(PackError, match=r"clamp.* cannot be exported: its ends are tensors"):
         export_and_run(on_levels(Options(lambda x: x.clamp(max=x.mean()))), tmp_path, to, x)
@@ -374,7 +374,7 @@ def test_what_cannot_be_exported_is_named(tmp_path):
     with pytest.raises(PackError, match=r"^lstm \(LSTM\(8, 8\)\) cannot be exported$"):
         mq.export(on_levels(Recurrent()), path, (4, 8))
     normed = nn.Sequential(nn.Linear(8, 8), torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
-    with pytest.raises(PackError, match=r"^_1 \(ParametrizedLinear.* cannot be exported$"):
+    with pytest.raises(PackError, match=r"^_1 \(ParametrizedLinear\) cannot be exported$"):
         mq.export(on_levels(normed), path, (8,))
     with pytest.raises(PackError, match=r"DigitsNet cannot be traced with inputs of \[3, 8, 8\]"):
         mq.export(network("digitsnet"), path, (3, 8, 8))

@@ -220,8 +220,11 @@ class _Reader:
         raise self._unknown(node)
 
     def _unknown(self, node: fx.Node, what: str = "") -> PackError:
-        told = self.plain.get_submodule(str(node.target)) if node.op == "call_module" else node.target
-        return PackError(f"{node.name} ({' '.join(str(told).split())}) cannot be exported{what}")
+        told = str(getattr(node.target, "__name__", node.target))
+        if node.op == "call_module":
+            module = self.plain.get_submodule(told)
+            told = type(module).__name__ if list(module.children()) else " ".join(str(module).split())
+        return PackError(f"{node.name} ({told}) cannot be exported{what}")
 
     # What the nodes refer to.
 
