@@ -25,6 +25,7 @@ import re
 import shlex
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from mirrorquant._version import __version__
 from mirrorquant.data import load
 from mirrorquant.packing import PackError, kernels
 from mirrorquant.train import checkpoint, plots, recipes
-from mirrorquant.train.config import Config, ConfigError
+from mirrorquant.train.config import TYPES, Config, ConfigError
 from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, count_parameters, layers
 from mirrorquant.train.report import first_line
 from mirrorquant.train.tables import (
@@ -314,7 +315,7 @@ def show_recipes(options: argparse.Namespace) -> None:
         if options.json:
             print(json.dumps(recipe))
         else:
-            print("\n".join(f"{key:14} {value}" for key, value in recipe.items()))
+            _print_columns(recipe)
         return
     found = [name for name in recipes.names() if not options.name or options.name in name]
     if not found:
@@ -332,8 +333,7 @@ def show_methods(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(methods.list()))
         return
-    for name, line in methods.list().items():
-        print(f"{name:13} {line}")
+    _print_columns(methods.list())
 
 
 def summary(options: argparse.Namespace) -> None:
@@ -498,6 +498,11 @@ def _model(config: Config, classes: int, channels: int) -> tuple[Any, Any]:
     return model, config.build_optimizer(model, 1)
 
 
+def _print_columns(values: dict[str, Any]) -> None:
+    width = max(map(len, values))
+    print("\n".join(f"{key:{width}} {value}" for key, value in values.items()))
+
+
 def _print_table(rows: list[dict[str, Any]]) -> None:
     print("\n" + compare_table(rows) + "\n")
 
@@ -606,7 +611,8 @@ def _shape(text: str) -> list[int]:
 def _common(sub: argparse.ArgumentParser) -> None:
     sub.set_defaults(changes=True)
     sub.epilog = (
-        "Any key of the recipe can be changed by key=value, as in lr=0.01; 'mirrorquant recipes NAME' shows them."
+        "Any key can be changed by key=value, as in lr=0.01; 'mirrorquant recipes NAME' shows what a recipe sets.\n"
+        + textwrap.fill(f"Keys: {', '.join(TYPES)}", 110)
     )
     sub.add_argument("--results", type=Path, metavar="DIR", help="also keep the summary as JSON in this folder")
     sub.add_argument("--quiet", action="store_true", help="no progress")
