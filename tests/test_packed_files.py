@@ -209,6 +209,17 @@ def test_buffers_of_any_kind_are_kept(tmp_path):
         mq.save(small(), tmp_path / "net.safetensors", about={"x": torch.ones(1)})
 
 
+def test_a_buffer_that_no_file_holds_needs_its_numbers(tmp_path):
+    model = on_levels(Odd())
+    mq.save(model, tmp_path / "net.safetensors")
+    with torch.device("meta"):
+        empty = Odd()
+    assert same_state(mq.unpack(mq.load(tmp_path / "net.safetensors", empty)), model)
+    empty.register_buffer("mask", torch.ones(2, device="meta"), persistent=False)
+    with pytest.raises(PackError, match=r"mask is a buffer that is not saved, and the model's holds no numbers: build"):
+        mq.load(tmp_path / "net.safetensors", empty)
+
+
 def test_two_processes_can_write_the_same_file_at_once(tmp_path, monkeypatch):
     """Here one writes all of it while the other synchronizes its own."""
     model, path, synchronize = network("digitsnet"), tmp_path / "net.safetensors", os.fsync
