@@ -207,6 +207,9 @@ def test_buffers_of_any_kind_are_kept(tmp_path):
         mq.save(small(), tmp_path / "net.safetensors", about={"x": "y" * 2**24})
     with pytest.raises(PackError, match=r"about is .*expected what JSON can hold"):
         mq.save(small(), tmp_path / "net.safetensors", about={"x": torch.ones(1)})
+    for about in (["digits"], "digits"):  # which could not be loaded again
+        with pytest.raises(PackError, match=r"about is .*digits.*, expected a dictionary"):
+            mq.save(small(), tmp_path / "net.safetensors", about=about)
 
 
 def test_a_buffer_that_no_file_holds_needs_its_numbers(tmp_path):

@@ -217,6 +217,8 @@ class _Bits:
 
 def dump(model: nn.Module, about: dict[str, Any] | None = None) -> bytes:
     """The content of a packed file."""
+    if not isinstance(about, dict | None):
+        raise PackError(f"about is {about!r}, expected a dictionary")
     model = unwrapped(model)
     if isinstance(model, PackedModel):
         parameters = {name for name, _ in model.plain.named_parameters()}
