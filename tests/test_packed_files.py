@@ -153,6 +153,8 @@ def test_a_model_of_ones_own_needs_its_structure(tmp_path):
         mq.load(path, other)
     with pytest.raises(PackError, match=r"net\.safetensors: it belongs to another model than ResNet"):
         mq.load(path, mq.models.resnet18())
+    with pytest.raises(PackError, match=r"the model is a function, expected a torch\.nn\.Module"):
+        mq.load(path, mq.models.resnet18)
 
 
 def test_a_compiled_model_is_packed_as_the_model_itself(tmp_path):

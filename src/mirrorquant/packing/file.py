@@ -491,6 +491,8 @@ def _build(contents: Contents) -> nn.Module:
 
 def _emptied(contents: Contents, model: nn.Module) -> nn.Module:
     """A model of the user without numbers, but for those of its buffers that no file holds."""
+    if not isinstance(model, nn.Module):
+        raise PackError(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
     saved = dict(state(model))
     for name, buffer in model.named_buffers():
         if buffer.is_meta and name not in saved:
