@@ -1,5 +1,8 @@
 """Exports: ONNX Runtime and OpenVINO compute what the model computes, from files of one bit a weight."""
 
+import errno
+import os
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -393,3 +396,20 @@ def test_what_cannot_be_exported_is_named(tmp_path):
     with pytest.raises(PackError, match="could not be written"):
         mq.export(network("digitsnet"), tmp_path / "no" / "net.onnx", (1, 8, 8))
     assert not path.exists()
+
+
+def test_a_file_that_cannot_be_written_is_named_and_what_was_there_is_intact(tmp_path, monkeypatch):
+    model, path = on_levels(nn.Linear(8, 8)), tmp_path / "net.onnx"
+    mq.export(model, path, (8,))
+    before = path.read_bytes()
+    with pytest.raises(PackError, match=r"net\.onnx/net\.xml could not be written"):
+        mq.export(model, path / "net.xml", (8,), to="openvino")
+
+    def full(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(PackError, match=r"net\.onnx could not be written \(No space left on device\)"):
+        mq.export(on_levels(nn.Linear(8, 4)), path, (8,))
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["net.onnx"]

@@ -64,10 +64,7 @@ def export(
 
         writer = OpenVinoWriter(bits)
     _Reader(plain.eval().float(), entries, tuple(shape), writer).write()
-    try:
-        writer.save(Path(path))
-    except OSError as error:
-        raise PackError(f"{path} could not be written ({error.strerror})") from error
+    writer.save(Path(path))
 
 
 class Writer(Protocol):
