@@ -317,6 +317,15 @@ def no_network(*arguments, **options):
     raise OSError("no network")
 
 
+def test_a_file_of_another_kind_is_told_as_such(run_folder, capsys):
+    told = "is none of what can be read here: give the folder of a run, "
+    for name, command in (("packed.xml", "eval"), ("packed.onnx", "summary"), ("packed.onnx", "export"), ("x", "pack")):
+        (run_folder / name).write_bytes(b"something else")
+        options = {"eval": ["--data", "digits"], "export": ["--to", "openvino"]}.get(command, [])
+        assert main([command, str(run_folder / name), *options]) == 1
+        assert f"{run_folder / name} {told}" in capsys.readouterr().err
+
+
 def test_wrong_flags_are_usage_errors(capsys):
     for arguments in (["train", "--fast"], ["eval"], ["methods", "lr=1"], ["compare", "--seeds", "0"]):
         with pytest.raises(SystemExit) as stop:

@@ -182,6 +182,7 @@ def evaluate(options: argparse.Namespace) -> None:
     """Evaluates the best rounded network of a run, or what was made from it."""
     if options.folder.suffix in (PACKED, ".onnx"):
         return _evaluate_file(options)
+    _refuse_file(options.folder, "the folder of a run, a packed *.safetensors or an *.onnx file")
     if options.data or options.data_root or options.model:
         raise ConfigError("--data, --data-root and --model are for files: a run knows them")
     config, state = _best(options.folder)
@@ -343,6 +344,7 @@ def summary(options: argparse.Namespace) -> None:
     if options.what.is_dir():
         rows = _summary_of(options.what)["layers"]
     else:
+        _refuse_file(options.what, "the folder of a run, a recipe or a packed *.safetensors")
         config = Config.from_recipe(str(options.what))
         classes, channels = {"cifar100": (100, 3), "tinyimagenet": (200, 3), "cifar10": (10, 3)}.get(
             config.data, (10, 1)
@@ -465,6 +467,8 @@ def _network(path: Path, builder: str | None = None) -> _Network:
         return _Network(packing.load(path, own), contents.about, path.parent, path.stem)
     if builder is not None:
         raise ConfigError(f"--model is for packed files: {path} is a run, which knows its model")
+    if path.suffix != ".mq":
+        _refuse_file(path, "the folder of a run, its best.mq or a packed *.safetensors")
     best = path / "best.mq" if path.is_dir() or not path.suffix else path
     config = Config.load(path / "config.json") if best != path else None
     state = checkpoint.load(best)
@@ -482,6 +486,11 @@ def _network(path: Path, builder: str | None = None) -> _Network:
     told = ("recipe", "data", "model", "method", "levels", "seed")
     about = {**{key: getattr(config, key) for key in told}, **images}
     return _Network(model.eval(), about, best.parent, "packed")
+
+
+def _refuse_file(path: Path, expected: str) -> None:
+    if path.is_file():
+        raise ConfigError(f"{path} is none of what can be read here: give {expected}")
 
 
 def _images(config: Config) -> dict[str, Any]:
