@@ -14,7 +14,7 @@ import pytest
 
 from mirrorquant.cli import main
 from mirrorquant.packing import kernels
-from mirrorquant.train import recipes
+from mirrorquant.train import Config, recipes
 
 TINY = ["iterations=6", "batch_size=16", "eval_every=3", "log_every=2", "checkpoint_every=4", "histogram_every=2"]
 
@@ -52,6 +52,24 @@ def test_eval_says_that_a_float_network_has_no_levels(tmp_path, capsys):
     assert main(["train", "digits/digitsnet/ref", *TINY, "--out", str(tmp_path / "ref"), "--quiet"]) == 0
     assert main(["eval", str(tmp_path / "ref")]) == 0
     assert capsys.readouterr().out.endswith("a float network: none of its tensors is quantized\n")
+
+
+def test_help_lists_every_key(capsys):
+    for command in ("train", "compare"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        told = set(re.findall(r"\w+", capsys.readouterr().out.partition("Keys:")[2]))
+        assert set(Config().as_dict()) - {"recipe", "overrides", "paper", "note"} <= told
+    assert main(["train", "zzz=1"]) == 1
+    assert "there is no key 'zzz'; 'mirrorquant train --help' lists them" in capsys.readouterr().err
+
+
+def test_what_is_listed_stands_in_columns(capsys):
+    for command in (["methods"], ["recipes", "digits/digitsnet/binary/md-tanh-s"]):
+        assert main(command) == 0
+        lines = capsys.readouterr().out.splitlines()
+        longest = max(len(line.split()[0]) for line in lines)
+        assert all(line[longest] == " " and line[longest + 1] != " " for line in lines)
 
 
 def test_eval_repeats_the_test_accuracy_of_the_summary(run_folder, capsys):
@@ -311,6 +329,15 @@ def no_network(*arguments, **options):
     raise OSError("no network")
 
 
+def test_a_file_of_another_kind_is_told_as_such(run_folder, capsys):
+    told = "is none of what can be read here: give the folder of a run, "
+    for name, command in (("packed.xml", "eval"), ("packed.onnx", "summary"), ("packed.onnx", "export"), ("x", "pack")):
+        (run_folder / name).write_bytes(b"something else")
+        options = {"eval": ["--data", "digits"], "export": ["--to", "openvino"]}.get(command, [])
+        assert main([command, str(run_folder / name), *options]) == 1
+        assert f"{run_folder / name} {told}" in capsys.readouterr().err
+
+
 def test_wrong_flags_are_usage_errors(capsys):
     for arguments in (["train", "--fast"], ["eval"], ["methods", "lr=1"], ["compare", "--seeds", "0"]):
         with pytest.raises(SystemExit) as stop:
@@ -347,7 +374,7 @@ def test_an_output_without_unicode_shows_what_it_can():
     command = [sys.executable, "-m", "mirrorquant", "methods"]
     told = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
-    assert "bc            BinaryConnect: sign(w?) forward" in told.stdout
+    assert re.search(r"^bc +BinaryConnect: sign\(w\?\) forward", told.stdout, re.M)
 
 
 def readme_commands(root):

@@ -181,6 +181,7 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> str:
         not_a_model=lambda: 5,
         lazy=lambda classes: nn.LazyLinear(classes),
         with_more=lambda classes, depth: nn.Linear(depth, classes),
+        a_model=nn.Linear(4, 3),
     )
     monkeypatch.setitem(sys.modules, "my_networks", module)
     return "my_networks"
@@ -201,6 +202,7 @@ def test_build_calls_a_function_of_the_user(mine: str) -> None:
         ("my_networks:lazy", "lazy layers: call it with a batch of images before returning it"),
         ("no_such_package.networks:net", "no module 'no_such_package'"),
         ("my_networks:with_more", r"cannot be called with \['classes'\] alone: missing a required argument: 'depth'"),
+        ("my_networks:a_model", "'my_networks:a_model' is a Linear, expected a function that returns a model"),
         (":net", "expected 'module:function'"),
         (".networks:net", "expected 'module:function'"),
     ],

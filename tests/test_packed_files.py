@@ -153,6 +153,8 @@ def test_a_model_of_ones_own_needs_its_structure(tmp_path):
         mq.load(path, other)
     with pytest.raises(PackError, match=r"net\.safetensors: it belongs to another model than ResNet"):
         mq.load(path, mq.models.resnet18())
+    with pytest.raises(PackError, match=r"the model is a function, expected a torch\.nn\.Module"):
+        mq.load(path, mq.models.resnet18)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +233,20 @@ def test_buffers_of_any_kind_are_kept(tmp_path):
         mq.save(small(), tmp_path / "net.safetensors", about={"x": "y" * 2**24})
     with pytest.raises(PackError, match=r"about is .*expected what JSON can hold"):
         mq.save(small(), tmp_path / "net.safetensors", about={"x": torch.ones(1)})
+    for about in (["digits"], "digits"):  # which could not be loaded again
+        with pytest.raises(PackError, match=r"about is .*digits.*, expected a dictionary"):
+            mq.save(small(), tmp_path / "net.safetensors", about=about)
+
+
+def test_a_buffer_that_no_file_holds_needs_its_numbers(tmp_path):
+    model = on_levels(Odd())
+    mq.save(model, tmp_path / "net.safetensors")
+    with torch.device("meta"):
+        empty = Odd()
+    assert same_state(mq.unpack(mq.load(tmp_path / "net.safetensors", empty)), model)
+    empty.register_buffer("mask", torch.ones(2, device="meta"), persistent=False)
+    with pytest.raises(PackError, match=r"mask is a buffer that is not saved, and the model's holds no numbers: build"):
+        mq.load(tmp_path / "net.safetensors", empty)
 
 
 def test_two_processes_can_write_the_same_file_at_once(tmp_path, monkeypatch):

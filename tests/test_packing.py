@@ -268,9 +268,19 @@ def test_finalized_networks_can_be_packed():
     assert mq.pack(model, levels=mq.BINARY, skip=["conv1", "fc"]).layers() == ["conv2", "conv3"]
     with pytest.raises(PackError, match=r"conv1\.weight holds .* none of the levels -1, 1"):
         mq.pack(model, levels=[-1, 1])
-    with pytest.raises(PackError, match="the pattern 'conv9' of skip matches no parameter"):
+    with pytest.raises(PackError, match=r"the pattern \['conv9'\] matches no parameter; there are conv\d"):
         mq.pack(model, skip="conv9")
     assert same_state(mq.unpack(packed).train(), model)
+
+
+def test_skip_takes_what_split_takes():
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(288, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model[4].weight = model[3].weight
+    for parameter in model.parameters():
+        parameter.data.sign_()
+    assert mq.pack(model, skip=nn.Linear).layers() == ["0"]
+    assert mq.pack(model, skip=[nn.Conv2d, "2"]).layers() == ["3", "4"]
+    assert mq.pack(model, skip="4.weight").layers() == ["0", "2"]  # a tied parameter goes by all of its names
 
 
 def test_misuse_is_told():

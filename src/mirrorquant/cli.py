@@ -25,6 +25,7 @@ import re
 import shlex
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from mirrorquant._version import __version__
 from mirrorquant.data import load
 from mirrorquant.packing import PackError, kernels
 from mirrorquant.train import checkpoint, plots, recipes
-from mirrorquant.train.config import Config, ConfigError
+from mirrorquant.train.config import TYPES, Config, ConfigError
 from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, RunError, accuracy, count_parameters, layers
 from mirrorquant.train.report import first_line
 from mirrorquant.train.tables import (
@@ -189,6 +190,7 @@ def evaluate(options: argparse.Namespace) -> None:
     """Evaluates the best rounded network of a run, or what was made from it."""
     if options.folder.suffix in (PACKED, ".onnx"):
         return _evaluate_file(options)
+    _refuse_file(options.folder, "the folder of a run, a packed *.safetensors or an *.onnx file")
     if options.data or options.data_root or options.model:
         raise ConfigError("--data, --data-root and --model are for files: a run knows them")
     config, state = _best(options.folder)
@@ -322,7 +324,7 @@ def show_recipes(options: argparse.Namespace) -> None:
         if options.json:
             print(json.dumps(recipe))
         else:
-            print("\n".join(f"{key:14} {value}" for key, value in recipe.items()))
+            _print_columns(recipe)
         return
     found = [name for name in recipes.names() if not options.name or options.name in name]
     if not found:
@@ -340,8 +342,7 @@ def show_methods(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(methods.list()))
         return
-    for name, line in methods.list().items():
-        print(f"{name:13} {line}")
+    _print_columns(methods.list())
 
 
 def summary(options: argparse.Namespace) -> None:
@@ -351,6 +352,7 @@ def summary(options: argparse.Namespace) -> None:
     if options.what.is_dir():
         rows = _summary_of(options.what)["layers"]
     else:
+        _refuse_file(options.what, "the folder of a run, a recipe or a packed *.safetensors")
         config = Config.from_recipe(str(options.what))
         classes, channels = {"cifar100": (100, 3), "tinyimagenet": (200, 3), "cifar10": (10, 3)}.get(
             config.data, (10, 1)
@@ -473,6 +475,8 @@ def _network(path: Path, builder: str | None = None) -> _Network:
         return _Network(packing.load(path, own), contents.about, path.parent, path.stem)
     if builder is not None:
         raise ConfigError(f"--model is for packed files: {path} is a run, which knows its model")
+    if path.suffix != ".mq":
+        _refuse_file(path, "the folder of a run, its best.mq or a packed *.safetensors")
     best = path / "best.mq" if path.is_dir() or not path.suffix else path
     config = Config.load(path / "config.json") if best != path else None
     state = checkpoint.load(best)
@@ -492,6 +496,11 @@ def _network(path: Path, builder: str | None = None) -> _Network:
     return _Network(model.eval(), about, best.parent, "packed")
 
 
+def _refuse_file(path: Path, expected: str) -> None:
+    if path.is_file():
+        raise ConfigError(f"{path} is none of what can be read here: give {expected}")
+
+
 def _images(config: Config) -> dict[str, Any]:
     data = load(config.data, config.data_root)
     return {"classes": len(data.classes), "shape": list(data.shape)}
@@ -504,6 +513,11 @@ def _whole(value: Any, otherwise: int) -> int:
 def _model(config: Config, classes: int, channels: int) -> tuple[Any, Any]:
     model = config.build_model(classes, channels)
     return model, config.build_optimizer(model, 1)
+
+
+def _print_columns(values: dict[str, Any]) -> None:
+    width = max(map(len, values))
+    print("\n".join(f"{key:{width}} {value}" for key, value in values.items()))
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
@@ -613,7 +627,8 @@ def _shape(text: str) -> list[int]:
 
 def _common(sub: argparse.ArgumentParser) -> None:
     sub.epilog = (
-        "Any key of the recipe can be changed by key=value, as in lr=0.01; 'mirrorquant recipes NAME' shows them."
+        "Any key can be changed by key=value, as in lr=0.01; 'mirrorquant recipes NAME' shows what a recipe sets.\n"
+        + textwrap.fill(f"Keys: {', '.join(TYPES)}", 110)
     )
     sub.add_argument("--results", type=Path, metavar="DIR", help="also keep the summary as JSON in this folder")
     sub.add_argument("--quiet", action="store_true", help="no progress")

@@ -166,4 +166,6 @@ def _imported(name: str) -> Callable[..., Any]:
         near = difflib.get_close_matches(function_name, dir(module), n=1)
         hint = f"did you mean {near[0]!r}?" if near else "check the part after the colon"
         raise ModelError(f"model {name!r}: no function {function_name!r} in module {module_name!r}; {hint}")
+    if isinstance(function, nn.Module):
+        raise ModelError(f"{name!r} is a {type(function).__name__}, expected a function that returns a model")
     return function

@@ -64,10 +64,7 @@ def export(
 
         writer = OpenVinoWriter(bits)
     _Reader(plain.eval().float(), entries, tuple(shape), writer).write()
-    try:
-        writer.save(Path(path))
-    except OSError as error:
-        raise PackError(f"{path} could not be written ({error.strerror})") from error
+    writer.save(Path(path))
 
 
 class Writer(Protocol):
@@ -220,8 +217,11 @@ class _Reader:
         raise self._unknown(node)
 
     def _unknown(self, node: fx.Node, what: str = "") -> PackError:
-        told = self.plain.get_submodule(str(node.target)) if node.op == "call_module" else node.target
-        return PackError(f"{node.name} ({' '.join(str(told).split())}) cannot be exported{what}")
+        told = str(getattr(node.target, "__name__", node.target))
+        if node.op == "call_module":
+            module = self.plain.get_submodule(told)
+            told = type(module).__name__ if list(module.children()) else " ".join(str(module).split())
+        return PackError(f"{node.name} ({told}) cannot be exported{what}")
 
     # What the nodes refer to.
 

@@ -101,7 +101,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, fuse: 
     """
     with _opened(path) as file:  # once: another one may take its name meanwhile
         contents = _read(Path(path), file)
-        plain = _build(contents) if model is None else skeleton(unwrapped(model))
+        plain = _build(contents) if model is None else _emptied(contents, unwrapped(model))
         entries = contents.entries(plain, file)
     return assemble(plain, entries, fuse=fuse)
 
@@ -218,6 +218,8 @@ class _Bits:
 
 def dump(model: nn.Module, about: dict[str, Any] | None = None) -> bytes:
     """The content of a packed file."""
+    if not isinstance(about, dict | None):
+        raise PackError(f"about is {about!r}, expected a dictionary")
     model = unwrapped(model)
     if isinstance(model, PackedModel):
         parameters = {name for name, _ in model.plain.named_parameters()}
@@ -486,3 +488,17 @@ def _build(contents: Contents) -> nn.Module:
     except (RuntimeError, ValueError, TypeError, ArithmeticError) as error:
         reason = str(error).splitlines()[0]
         raise contents.error(f"{name} cannot be built with {options} ({reason[:200]})") from error
+
+
+def _emptied(contents: Contents, model: nn.Module) -> nn.Module:
+    """A model of the user without numbers, but for those of its buffers that no file holds."""
+    if not isinstance(model, nn.Module):
+        raise PackError(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
+    saved = dict(state(model))
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and name not in saved:
+            raise contents.error(
+                f"{name} is a buffer that is not saved, and the model's holds no numbers: build the model on a device "
+                "that is not 'meta'"
+            )
+    return skeleton(model)

@@ -24,7 +24,7 @@ from mirrorquant.levels import Levels
 from mirrorquant.nn import BinaryActivation
 from mirrorquant.packing.bits import PackedTensor, PackError, off_level
 from mirrorquant.packing.layers import PackedConv2d, PackedLinear
-from mirrorquant.select import _listed, _under, unwrapped
+from mirrorquant.select import Pattern, _listed, _matching, unwrapped
 
 __all__ = ["PackedModel", "pack", "unpack"]
 
@@ -41,7 +41,7 @@ def pack(
     model: nn.Module,
     *,
     levels: Sequence[float] | None = None,
-    skip: str | Sequence[str] = (),
+    skip: Pattern | Sequence[Pattern] = (),
     fuse: bool = True,
     int8: bool = False,
 ) -> PackedModel:
@@ -230,7 +230,7 @@ def _float(entry: Entry) -> Tensor:
 
 
 def entries_of(
-    model: nn.Module, levels: Levels | None, skip: str | Sequence[str] = (), *, stored: bool = False
+    model: nn.Module, levels: Levels | None, skip: Pattern | Sequence[Pattern] = (), *, stored: bool = False
 ) -> dict[str, Entry]:
     """Each tensor of a model by its name, parameters on levels as bits; refuses a layer that should be and is not.
 
@@ -238,17 +238,13 @@ def entries_of(
     """
     if not isinstance(model, nn.Module):
         raise PackError(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
-    patterns = _listed(skip)
-    unused = [pattern for pattern in patterns if not any(_under(name, str(pattern)) for name, _ in state(model))]
-    if unused:
-        raise PackError(f"the pattern {unused[0]!r} of skip matches no parameter")
-    parameters = {name for name, _ in model.named_parameters()}
+    parameters = {name for name, _ in model.named_parameters()} - _skipped(model, skip)
     names = {id(tensor): name for name, tensor in state(model)}
     layers = [names[id(m.weight)] for m in model.modules() if type(m) in _LAYERS and id(m.weight) in names]
     entries: dict[str, Entry] = {}
     for name, tensor in state(model):
         entries[name] = tensor.detach()
-        if name not in parameters or any(_under(name, str(pattern)) for pattern in patterns):
+        if name not in parameters:
             continue
         bits = PackedTensor.of(tensor, levels) or (PackedTensor.of(tensor) if name not in layers else None)
         if bits is not None:
@@ -257,12 +253,24 @@ def entries_of(
             raise PackError(_off(name, tensor.detach(), levels))
     wanted = [name for name, p in model.named_parameters() if p.dim() > 1] if stored else layers
     if not any(isinstance(entries.get(name), PackedTensor) for name in wanted):
-        left = [name for name in wanted if not any(_under(name, str(pattern)) for pattern in patterns)]
+        left = [name for name in wanted if name in parameters]
         if not left:
             what = "weight to store as bits" if stored else "Conv2d or Linear layer to pack"
             raise PackError(f"{type(model).__name__} has no {what}")
         raise PackError(_off(left[0], dict(state(model))[left[0]].detach(), levels))
     return entries
+
+
+def _skipped(model: nn.Module, skip: Pattern | Sequence[Pattern]) -> set[str]:
+    """The names of the parameters that stay as they are; a tied one goes by all of its names, as in ``split``."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    try:
+        found = {parameter for pattern in _listed(skip) for parameter in _matching(model, names, pattern)}
+    except ValueError as error:
+        raise PackError(f"skip: {error}") from error
+    return {all_names[0] for parameter, all_names in names.items() if parameter in found}
 
 
 def _off(name: str, tensor: Tensor, levels: Levels | None) -> str:

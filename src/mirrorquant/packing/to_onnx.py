@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirrorquant import _files
 from mirrorquant._version import __version__
 from mirrorquant.packing.bits import PackedTensor, PackError, layout
 from mirrorquant.packing.export import Window
@@ -173,7 +174,7 @@ class OnnxWriter:
         model = onnx.shape_inference.infer_shapes(model, strict_mode=True)
         del model.graph.value_info[:]
         onnx.checker.check_model(model)
-        onnx.save(model, str(path))
+        _files.write_atomically(path, model.SerializeToString(), PackError)
 
 
 class OnnxModel(nn.Module):

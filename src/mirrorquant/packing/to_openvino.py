@@ -160,7 +160,11 @@ class OpenVinoWriter:
         model = ov.Model(self.outputs, self.inputs, "mirrorquant")
         if self.one_image:  # BinaryConvolution needs to know
             model.reshape([1, *list(model.input(0).get_partial_shape())[1:]])
-        ov.save_model(model, str(path), compress_to_fp16=False)
+        try:
+            ov.save_model(model, str(path), compress_to_fp16=False)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise PackError(f"{path} could not be written ({reason})") from error
 
 
 def _constant(value: Any) -> Any:

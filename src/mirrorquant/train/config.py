@@ -279,17 +279,18 @@ def parse_levels(text: str) -> Levels:
         ) from error
 
 
-_TYPES = {f.name: str(f.type) for f in fields(Config) if f.name not in ("recipe", "overrides", "paper", "note")}
+TYPES = {f.name: str(f.type) for f in fields(Config) if f.name not in ("recipe", "overrides", "paper", "note")}
 
 
 def _parse(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"{text!r} is no override: write key=value, as in lr=0.01")
-    if key not in _TYPES:
-        near = difflib.get_close_matches(key.lower(), _TYPES, 1, cutoff=0.4)
-        raise ConfigError(f"there is no key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    kind = _TYPES[key]
+    if key not in TYPES:
+        near = difflib.get_close_matches(key.lower(), TYPES, 1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else "'mirrorquant train --help' lists them"
+        raise ConfigError(f"there is no key {key!r}; {hint}")
+    kind = TYPES[key]
     try:
         if kind.startswith("bool"):
             known = {"true": True, "false": False, "1": True, "0": False}

@@ -43,8 +43,8 @@ class Metrics:
     def __init__(self, folder: Path, steps_done: int) -> None:
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path) if row.get("step", 0) <= steps_done] if steps_done else []
-        content = "".join(json.dumps(row) + "\n" for row in kept)
-        _files.write_atomically(self.path, content.encode(), MetricsError)
+        content = "".join(json.dumps(row) + "\n" for row in kept).encode()
+        _files.write_atomically(self.path, content, MetricsError)
         self.file = self.path.open("a", encoding="utf-8")
         self.events: Any = None
         try:
