@@ -14,7 +14,8 @@ from mirrorquant.train.fast import FastStep, Unsupported, _update
 from mirrorquant.train.loop import Run, RunError
 from mirrorquant.train.report import read_metrics
 
-METHODS = ("ref", "bc", "pq", "pmf", "gd-tanh", "md-tanh", "md-softmax", "md-tanh-s", "md-softmax-s", "md-tanh-primal")
+METHODS = ("ref", "bc", "pq", "pmf", "gd-tanh", "md-tanh", "md-softmax", "md-tanh-s", "md-softmax-s")
+METHODS += ("md-tanh-primal", "md-softmax-primal")
 
 
 def config(*overrides, method="md-tanh-s"):
