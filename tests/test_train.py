@@ -157,6 +157,21 @@ def test_the_last_line_of_progress_knows_the_last_validation(tmp_path, capsys):
     assert summary["best_step"] == 40  # or the test would not see it
 
 
+def thin(classes):
+    """A 1x1 convolution with stride of few channels: in channels_last torch 2.13 gets its gradient wrong on CPUs."""
+    layers = [nn.Conv2d(1, 4, 3), nn.Conv2d(4, 16, 1, stride=2), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(16 * 9, classes))
+
+
+def test_what_torch_gets_wrong_in_channels_last_is_trained_in_the_plain_layout(tmp_path):
+    own = [f"model={__name__}:thin", "iterations=3"]
+    plain = Run(config(*own, "channels_last=false"), tmp_path / "plain", quiet=True).train()
+    chosen = Run(config(*own), tmp_path / "chosen", quiet=True).train()
+    assert not chosen["engine"]["channels_last"]
+    assert chosen["loss_curve"] == plain["loss_curve"]
+    assert Run(config("iterations=3"), tmp_path / "usual", quiet=True).train()["engine"]["channels_last"]
+
+
 def test_ref_trains_all_parameters_in_float(tmp_path):
     summary = Run(config(recipe="digits/digitsnet/ref"), tmp_path / "run", quiet=True).train()
     assert summary["parameters"]["bits"] == 32

@@ -121,7 +121,10 @@ class Run:
         self.loader = self._loader(self.data.train, config.augment or self.data.augment)
         self.model = config.build_model(len(self.data.classes), channels).to(self.device)
         torch.backends.cudnn.benchmark = self.device.type == "cuda" and not config.deterministic
-        if config.wants("channels_last"):
+        self.channels_last = config.wants("channels_last")
+        if self.channels_last and config.channels_last is None and self.device.type == "cpu":
+            self.channels_last = not any(_breaks_channels_last(module) for module in self.model.modules())
+        if self.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.opt: MirrorDescent = config.build_optimizer(self.model, self.loader.batches_per_epoch)
         self.network: Callable[[Tensor], Tensor] = torch.compile(self.model) if config.wants("compile") else self.model
@@ -239,7 +242,7 @@ class Run:
         for group in self.opt.param_groups:
             group["lr"] = self.config.lr_at(self.step)
         x, y = self.loader.batch(self.step)
-        if self.config.wants("channels_last"):
+        if self.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
         self.model.train()
         self.opt.zero_grad()
@@ -473,9 +476,17 @@ class Run:
 
     def _engine(self) -> dict[str, Any]:
         """What was chosen for speed, and the memory that it took."""
-        chosen = {"engine": self.engine, "precision": str(self.config.dtype).removeprefix("torch.")}
+        chosen: dict[str, Any] = {"engine": self.engine, "precision": str(self.config.dtype).removeprefix("torch.")}
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
-        return {**chosen, **{key: self.config.wants(key) for key in ("compile", "channels_last")}, "cuda_bytes": peak}
+        chosen |= {"compile": self.config.wants("compile"), "channels_last": self.channels_last}
+        return {**chosen, "cuda_bytes": peak}
+
+
+def _breaks_channels_last(module: nn.Module) -> bool:
+    """Whether torch 2.13 computes the gradient of its weight wrongly in channels_last on a CPU (2 to 7 channels)."""
+    if not isinstance(module, nn.Conv2d) or max(module.kernel_size) > 1:
+        return False
+    return max(module.stride) > 1 and 1 < module.in_channels // module.groups < 8
 
 
 def accuracy(
