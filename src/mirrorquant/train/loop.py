@@ -121,6 +121,8 @@ class Run:
         self.loader = self._loader(self.data.train, config.augment or self.data.augment)
         self.model = config.build_model(len(self.data.classes), channels).to(self.device)
         torch.backends.cudnn.benchmark = self.device.type == "cuda" and not config.deterministic
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # that of earlier runs of this process
         self.channels_last = config.wants("channels_last")
         if self.channels_last and config.channels_last is None and self.device.type == "cpu":
             self.channels_last = not any(_breaks_channels_last(module) for module in self.model.modules())
