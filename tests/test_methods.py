@@ -186,11 +186,17 @@ def test_the_kept_primal_point_freezes_as_the_printed_closed_form_does_in_float3
     assert (printed == torch.tanh(v)).float().mean() > 0.97
 
 
-@pytest.mark.parametrize("flushed", [False, True])
-def test_the_kept_point_of_the_simplex_freezes_as_the_printed_closed_form_does_in_float32(flushed):
-    """The printed form on a CPU; ours also where numbers below the normal ones are taken for 0, as by GPU code."""
+@pytest.mark.parametrize(
+    ("settle", "flushed"),
+    [
+        (lambda v: methods.MDSoftmaxPrimal().settle(v, 1.0, 1.0), False),
+        (lambda v: torch.stack([*methods.log_of_rounded_softmax(v)]), False),
+        (lambda v: torch.stack([*methods.log_of_rounded_softmax(v)]), True),
+    ],
+    ids=["CPU", "GPU", "GPU that takes the smallest numbers for 0"],
+)
+def test_the_kept_point_of_the_simplex_freezes_as_the_printed_closed_form_does_in_float32(settle, flushed):
     torch.manual_seed(0)
-    method = methods.MDSoftmaxPrimal()
     printed = torch.softmax(torch.randn(2, 2000), 0)
     latent, drift = torch.log(printed), torch.randn(2000)
     frozen = []
@@ -201,7 +207,7 @@ def test_the_kept_point_of_the_simplex_freezes_as_the_printed_closed_form_does_i
         printed = weighted / weighted.sum(0)
         try:
             torch.set_flush_denormal(flushed)
-            latent = method.settle(latent - moves, 1.0, 1.0)
+            latent = settle(latent - moves)
         finally:
             torch.set_flush_denormal(False)
         frozen.append(((printed == 0).any(0).float().mean().item(), torch.isinf(latent).any(0).float().mean().item()))
