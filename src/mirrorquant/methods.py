@@ -390,7 +390,7 @@ class MDSoftmaxPrimal(MDSoftmax):
 
     Where that happens is decided by the smallest numbers: near 0 a probability is n times the least one, 2⁻¹⁴⁹ in
     float32, and n = 1 stays what it is until a single step halves it. So weights freeze late. Code that is compiled for
-    a GPU takes numbers below 2⁻¹²⁶ for 0, and they would freeze far too early there: n is counted here.
+    a GPU takes numbers below 2⁻¹²⁶ for 0, and they would freeze far too early there: so n is counted.
     """
 
     name = "md-softmax-primal"
