@@ -117,7 +117,7 @@ def test_the_best_rounded_network_is_tested_and_the_last_one_soft_and_rounded(tm
 
     run._rounded_score = score
     with pytest.raises(Interrupted):
-        stopping(run, 34).train()
+        signalled(run, 34).train()
     rest = Run.resume(tmp_path / "run", quiet=True)
     rest._rounded_score = lambda: (10.0, 0.0)
     summary = rest.train()
@@ -249,16 +249,20 @@ def test_every_recipe_of_the_paper_runs_20_iterations(name, tmp_path):
 def work(folder, settings, at_step=None):
     torch.set_num_threads(1)
     run = Run.resume(folder, quiet=True) if (folder / "config.json").exists() else Run(settings, folder, quiet=True)
-    if at_step is not None:
-        step = run._train_step
+    signalled(run, at_step, signal.SIGKILL).train()
 
-        def dying():
-            if run.step == at_step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return step()
 
-        run._train_step = dying
-    run.train()
+def signalled(run, at_step, number=signal.SIGINT):
+    """The run, to which a signal comes in that iteration."""
+    step = run._train_step
+
+    def interrupted():
+        if run.step == at_step:
+            os.kill(os.getpid(), number)
+        return step()
+
+    run._train_step = interrupted
+    return run
 
 
 def start(folder, settings, at_step=None):
@@ -304,19 +308,6 @@ def test_signals_from_outside_write_a_checkpoint(tmp_path, number):
     assert 0 < checkpoint.load(tmp_path / "run" / "checkpoint.mq")["step"] < 4000
 
 
-def stopping(run, at_step):
-    """The run, to which a signal comes in that iteration."""
-    step = run._train_step
-
-    def stopped():
-        if run.step == at_step:
-            os.kill(os.getpid(), signal.SIGINT)
-        return step()
-
-    run._train_step = stopped
-    return run
-
-
 @pytest.mark.parametrize("stops", [[0], [17], [16, 17, 18], [38]])
 def test_a_run_stopped_by_signals_ends_bit_identical(tmp_path, stops):
     settings, cut = config("finalize_at=0.45"), tmp_path / "cut"
@@ -324,13 +315,13 @@ def test_a_run_stopped_by_signals_ends_bit_identical(tmp_path, stops):
     for stop in stops:
         run = Run.resume(cut, quiet=True) if cut.exists() else Run(settings, cut, quiet=True)
         with pytest.raises(Interrupted, match=f"stopped by SIGINT after iteration {stop + 1}; continue with"):
-            stopping(run, stop).train()
+            signalled(run, stop).train()
     Run.resume(cut, quiet=True).train()
     assert_identical(tmp_path / "whole", cut)
 
 
 def test_a_signal_in_the_last_iteration_finds_nothing_to_stop(tmp_path):
-    assert stopping(Run(config(), tmp_path / "run", quiet=True), 39).train()["curve"][-1][0] == 40
+    assert signalled(Run(config(), tmp_path / "run", quiet=True), 39).train()["curve"][-1][0] == 40
 
 
 def test_the_rate_counts_each_second_of_training_and_no_other(tmp_path, monkeypatch):
@@ -348,7 +339,7 @@ def test_the_rate_counts_each_second_of_training_and_no_other(tmp_path, monkeypa
     run = Run(config("log_every=1000", "checkpoint_every=1000"), tmp_path / "run", quiet=True)
     run._train_step = slowly(run._train_step, 1)
     with pytest.raises(Interrupted):
-        stopping(run, 17).train()
+        signalled(run, 17).train()
     assert checkpoint.load(tmp_path / "run" / "checkpoint.mq")["seconds"] == 18
     rest = Run.resume(tmp_path / "run", quiet=True)
     rest._train_step = slowly(rest._train_step, 1)

@@ -33,13 +33,12 @@ from typing import Any
 from torch import nn
 
 from mirrorquant import methods, models, packing
-from mirrorquant._files import write_atomically
 from mirrorquant._version import __version__
 from mirrorquant.data import load
 from mirrorquant.packing import PackError, kernels
 from mirrorquant.train import checkpoint, plots, recipes
 from mirrorquant.train.config import TYPES, Config, ConfigError
-from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, RunError, accuracy, count_parameters, layers
+from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, count_parameters, layers
 from mirrorquant.train.report import first_line
 from mirrorquant.train.tables import (
     FREE_KEYS,
@@ -441,7 +440,7 @@ def _keep(summary: dict[str, Any], results: Path) -> None:
     name += "".join(f"-{key}-{re.sub('[^A-Za-z0-9.]', '-', str(value))}" for key, value in changes.items())
     if len(name) > 200:  # a file's name may have 255 bytes
         name = f"{name[:183]}-{hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:16]}"
-    write_atomically(results / f"{name}.json", (json.dumps(summary) + "\n").encode(), RunError)
+    checkpoint.write_atomically(results / f"{name}.json", (json.dumps(summary) + "\n").encode())
 
 
 def _best(folder: Path) -> tuple[Config, dict[str, Any]]:

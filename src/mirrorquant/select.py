@@ -53,7 +53,7 @@ def split(
         raise TypeError(f"the model is a {type(model).__name__}, expected a torch.nn.Module: pass the model itself")
     model = unwrapped(model)
     skip, only = _listed(skip), None if only is None else _listed(only)
-    names = _names(model)
+    names = {p: all_names for p, all_names in _names(model).items() if p.requires_grad}
     if not names:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient: nothing can be quantized")
     kept = {p for pattern in skip for p in _matching(model, names, pattern)}
@@ -99,11 +99,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Each learnable parameter with all of its names, in the model's order."""
+    """Each parameter with all of its names, in the model's order."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            names.setdefault(parameter, []).append(name)
+        names.setdefault(parameter, []).append(name)
     return names
 
 

@@ -24,7 +24,7 @@ from mirrorquant.levels import Levels
 from mirrorquant.nn import BinaryActivation
 from mirrorquant.packing.bits import PackedTensor, PackError, off_level
 from mirrorquant.packing.layers import PackedConv2d, PackedLinear
-from mirrorquant.select import Pattern, _listed, _matching, unwrapped
+from mirrorquant.select import Pattern, _listed, _matching, _names, unwrapped
 
 __all__ = ["PackedModel", "pack", "unpack"]
 
@@ -263,9 +263,7 @@ def entries_of(
 
 def _skipped(model: nn.Module, skip: Pattern | Sequence[Pattern]) -> set[str]:
     """The names of the parameters that stay as they are; a tied one goes by all of its names, as in ``split``."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = _names(model)
     try:
         found = {parameter for pattern in _listed(skip) for parameter in _matching(model, names, pattern)}
     except ValueError as error:

@@ -135,7 +135,6 @@ class Run:
         self.score: FastScore | None = None
         self.scores = True
         self.step, self.seconds, self.best_step, self.best_accuracy = 0, 0.0, -1, -1.0
-        self.began = time.monotonic()
         self.aside = {"startup": 0.0, "validation": 0.0, "checkpoints": 0.0}  # seconds that did not go into training
         self.best: dict[str, Tensor] = {}
         self.losses = torch.zeros((), device=self.device)
