@@ -389,8 +389,7 @@ class MDSoftmaxPrimal(MDSoftmax):
     """MD-softmax that keeps the primal point in its own precision: a level whose probability is 0 stays out.
 
     Where that happens is decided by the smallest numbers: near 0 a probability is n times the least one, 2⁻¹⁴⁹ in
-    float32, and n = 1 stays what it is until a single step halves it. So weights freeze late. Code that is compiled for
-    a GPU takes numbers below 2⁻¹²⁶ for 0, and they would freeze far too early there: so n is counted.
+    float32, and n = 1 stays what it is until a single step halves it. So weights freeze late.
     """
 
     name = "md-softmax-primal"
@@ -398,21 +397,7 @@ class MDSoftmaxPrimal(MDSoftmax):
 
     def settle(self, latent: Lifted, beta: Beta, lr: Beta) -> Lifted:
         """log u of the rounded u = softmax(v), which is −∞ where a probability has underflown to 0."""
-        if latent[0].device.type == "cpu":  # which has the smallest numbers, and is three times as fast with them
-            return gather(latent, [torch.log(u) for u in self.probabilities(latent, 1.0)])
-        return gather(latent, log_of_rounded_softmax(latent))
-
-
-def log_of_rounded_softmax(latent: Lifted) -> Sequence[Tensor]:
-    """log u of u = softmax(v), rounded as with numbers below the smallest normal one, whether these exist or not."""
-    limits = torch.finfo(latent[0].dtype)
-    small = math.log(limits.smallest_normal)
-    least = small + math.log(limits.eps)
-    largest = functools.reduce(torch.maximum, latent)
-    total = torch.log(functools.reduce(torch.add, [torch.exp(entry - largest) for entry in latent]))
-    entries = [entry - largest - total for entry in latent]
-    counted = [torch.log(torch.exp(entry - least).round()) + least for entry in entries]
-    return [torch.where(entry < small, rounded, entry) for entry, rounded in zip(entries, counted, strict=True)]
+        return gather(latent, [torch.log(u) for u in self.probabilities(latent, 1.0)])
 
 
 def get(method: str | Method, levels: Iterable[float] | None = None) -> Method:
