@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mirrorquant.train import tables
+from mirrorquant.train import recipes, tables
 
 
 def summary(recipe, accuracy, seed=0, paper=None, overrides=None):
-    data, model, *_, method = (recipe or "digits/digitsnet/binary/md-tanh-s").split("/")
     return {
         "recipe": recipe,
-        "config": {"data": data, "model": model, "method": method, "levels": "binary", "seed": seed},
+        "config": {**recipes.get(recipe or "digits/digitsnet/binary/md-tanh-s"), "seed": seed},
         "overrides": overrides or {},
         "paper": paper,
         "val_accuracy": 99.0,
@@ -117,6 +116,15 @@ def test_runs_with_overrides_that_matter_are_listed_apart(put):
         [MD, "`precision=float32`", "85.00", "1", "400", "4.5"],
     ]
     assert cells(others, "digits, digitsnet, md-tanh-s")[0][1:3] == ["no recipe", "70.00"]
+
+
+def test_a_run_belongs_to_its_recipe_as_the_recipe_is_today(put):
+    before, same = summary(MD, 80.0, paper=93.18), summary(MD, 93.0, paper=93.18, overrides={"lr": 0.001})
+    before["config"]["lr"] = 0.5
+    assert recipes.get(MD)["lr"] == 0.001
+    table, others = put(before, same).split("## Other runs")
+    assert cells(table, "MD-tanh-S")[0][2] == "93.00"
+    assert cells(others, MD)[0][1:3] == ["`lr=0.5`", "80.00"]
 
 
 def test_other_json_is_ignored_and_subfolders_are_read(tmp_path):

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import recipes
+
 __all__ = ["FREE_KEYS", "SPEED_KEYS", "TableError", "compare_row", "compare_table", "results_table"]
 __all__ += ["data_label", "level_values", "levels_label", "method_label", "method_name", "model_label", "with_results"]
 
@@ -149,8 +151,8 @@ def results_table(folder: Path) -> str:
     """The paper's tables with our runs beside them, as the Markdown text of ``results/README.md``.
 
     Only cells that have runs appear. A cell more than 0.6 points below the paper carries a mark, explained below the
-    tables with a link to ``findings.md`` if the folder has one. Runs of no recipe, or with overrides other than
-    ``FREE_KEYS`` and ``SPEED_KEYS``, are listed apart, each with its overrides.
+    tables with a link to ``findings.md`` if the folder has one. Runs of no recipe, or that differ from it as it is
+    today in more than ``FREE_KEYS`` and ``SPEED_KEYS``, are listed apart, each with what differs.
 
     Args:
         folder: where to look, also in its subfolders, for run summaries: ``*.json`` with a key "recipe".
@@ -210,12 +212,11 @@ def _read(file: Path) -> _Run | None:
         return None
     try:
         config, versions = summary["config"], summary["versions"]
-        kept = FREE_KEYS | SPEED_KEYS
         return _Run(
             file=file,
             recipe=summary["recipe"] or ", ".join(str(config[key]) for key in ("data", "model", "method")),
             named=summary["recipe"] is not None and summary["recipe"].count("/") in (2, 3),
-            changed=tuple(_override(k, value) for k, value in sorted(summary["overrides"].items()) if k not in kept),
+            changed=tuple(_override(key, value) for key, value in sorted(_changed(summary).items())),
             seed=int(config["seed"]),
             paper=None if summary["paper"] is None else _finite(summary["paper"]),
             accuracy=_finite(summary["test_accuracy"]),
@@ -227,6 +228,15 @@ def _read(file: Path) -> _Run | None:
         raise TableError(f"{file}: the summary has no {error}; run it again or remove it") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise TableError(f"{file}: the summary holds a value of the wrong type: {error}") from error
+
+
+def _changed(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run has otherwise than its recipe as it is today: overrides, and what was another value in it then."""
+    config, overrides, name = summary["config"], summary["overrides"], summary["recipe"]
+    recipe = recipes.get(name) if name in recipes.names() else {}
+    since = {key: config[key] for key, value in recipe.items() if config.get(key, value) != value}
+    given = {key: value for key, value in overrides.items() if key not in recipe or recipe[key] != value}
+    return {k: v for k, v in {**since, **given}.items() if k not in FREE_KEYS | SPEED_KEYS | {"paper", "note"}}
 
 
 def _finite(value: Any) -> float:

@@ -36,6 +36,7 @@ and, only where it has a meaning,
 ``width``          channels of the first convolution of DigitsNet
 ``augment``        where it is not the data set's own
 ``threads``        on the CPU, where torch's own choice is slow
+``precision``      where bfloat16, which a GPU computes in unless told, does harm
 ``paper``          test accuracy in the paper's table, in percent
 ``eval_every``     iterations between validations; likewise ``log_every``, ``checkpoint_every`` and
                    ``histogram_every``
@@ -81,6 +82,7 @@ _TYPES: dict[str, type] = {
     "optimizer": str,
     "paper": float,
     "pq_rate": float,
+    "precision": str,
     "skip": list,
     "stem_stride": int,
     "threads": int,
