@@ -469,6 +469,15 @@ def test_a_message_beside_the_progress_bar_is_shown_as_it_is(told, monkeypatch):
     assert f"title {told}"[:24] in terminal.getvalue()
 
 
+def test_the_rate_beside_the_progress_is_that_of_the_last_seconds(monkeypatch, capsys):
+    clock = iter([0.0, 60.0, 65.0, 71.0, 82.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    progress = Progress("title", 2000)
+    for done in (100, 600, 1200, 2000):  # the first hundred take a minute: they compile
+        progress.update(done, "")
+    assert [line.split()[2] for line in capsys.readouterr().err.splitlines()] == ["1.7", "100.0", "72.7"]
+
+
 def test_two_runs_in_one_folder_are_refused(tmp_path):
     first = Run(config(), tmp_path / "run", quiet=True)
     with pytest.raises(RunError, match="in use by another run"):

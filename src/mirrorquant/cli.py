@@ -26,6 +26,7 @@ import shlex
 import sys
 import tempfile
 import textwrap
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; what is wrong is told in one line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows β as ?
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # precision=float32 means it
     parser, commands = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and not given[0].startswith("-") and given[0] not in commands:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -75,7 +76,8 @@ class Progress:
 
     def __init__(self, title: str, total: int, done: int = 0, *, quiet: bool = False, every: float = 10.0) -> None:
         self.title, self.total, self.done, self.quiet, self.every = title, total, done, quiet, every
-        self.start, self.first, self.last = time.monotonic(), done, time.monotonic()
+        self.last = time.monotonic()
+        self.recent = deque([(self.last, done)])
         self.bar: Any = None
 
     def __enter__(self) -> Progress:
@@ -95,9 +97,13 @@ class Progress:
         return self
 
     def update(self, done: int, text: str) -> None:
-        """The number of iterations done, and what to say beside it."""
+        """The number of iterations done, and what to say beside it and the rate of the last ``every`` seconds."""
         self.done, now = done, time.monotonic()
-        rate = f"{(done - self.first) / max(now - self.start, 1e-9):.1f} it/s"
+        while len(self.recent) > 1 and now - self.recent[1][0] >= self.every:
+            self.recent.popleft()
+        then, before = self.recent[0]
+        self.recent.append((now, done))
+        rate = f"{(done - before) / max(now - then, 1e-9):.1f} it/s"  # of late: start-up does not weigh on it for long
         if self.bar is not None:
             self.bar.update(self.task, completed=done, text=text, rate=rate)
         elif not self.quiet and (now - self.last > self.every or done == self.total):
