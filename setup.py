@@ -1,7 +1,7 @@
 """Builds the native kernels, a plain C library inside mirrorquant/packing/kernels; the rest is in pyproject.toml.
 
-The kernels are optional: where they cannot be compiled the package installs without them, says so in one line, and
-packed layers run in plain torch.
+The kernels are optional: where they cannot be compiled the package installs without them, and packed layers run in
+plain torch. Why is told in one line, which ``pip -v`` shows; ``mirrorquant kernels`` tells what there is.
 """
 
 import contextlib

@@ -331,6 +331,17 @@ def test_a_download_with_another_checksum_leaves_nothing_behind(tmp_path, monkey
     assert list((tmp_path / "data").iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["../outside", "/outside", "cifar-10-batches-bin/../../outside"])
+def test_an_archive_that_would_write_elsewhere_is_refused(tmp_path, monkeypatch, name):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo(name))
+    monkeypatch.setattr(cifar, "CIFAR10_URL", (tmp_path / "a.tar").as_uri())
+    monkeypatch.setattr(cifar, "CIFAR10_MD5", hashlib.md5((tmp_path / "a.tar").read_bytes()).hexdigest())
+    with pytest.raises(DataError, match="outside' would lie outside the folder"):
+        load("cifar10", tmp_path / "data")
+    assert list((tmp_path / "data").iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "fashion-mnist"])
 def test_without_network_the_error_says_what_to_put_where(tmp_path, monkeypatch, name):
     def unreachable(*_, **__):
@@ -456,7 +467,7 @@ def test_missing_cut_or_small_pictures_are_refused_by_name(tiny_folder):
 
 def test_image_files_without_pillow_say_what_to_install(tiny_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(DataError, match=r"pip install mirrorquant\[images\]"):
+    with pytest.raises(DataError, match=r"pip install 'mirrorquant\[images\]'"):
         load("tinyimagenet", tiny_folder)
 
 

@@ -538,6 +538,17 @@ def test_the_variable_chooses_the_path() -> None:
     assert told.stdout.startswith(path), told.stderr
     assert "forced by MIRRORQUANT_KERNELS" in told.stdout
     assert "MIRRORQUANT_KERNELS is 'sse9'" in python(code, MIRRORQUANT_KERNELS="sse9").stderr
+    assert "forced" not in python(code, MIRRORQUANT_KERNELS="").stdout
+
+
+def test_the_command_line_tells_of_a_wrong_variable_in_one_line() -> None:
+    code = "import sys; from mirrorquant.cli import main; sys.exit(main(['kernels']))"
+    told = python(code, MIRRORQUANT_KERNELS="sse9")
+    assert told.returncode == 1
+    assert [line for line in told.stderr.splitlines() if "MIRRORQUANT_KERNELS is 'sse9'" in line] == [
+        "mirrorquant: MIRRORQUANT_KERNELS is 'sse9', but it must be one of avx512, avx2, portable, torch"
+    ]
+    assert "Traceback" not in told.stderr
 
 
 def test_without_the_library_torch_runs_and_says_so() -> None:

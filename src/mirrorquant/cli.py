@@ -79,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "" not in sys.path:
         sys.path.append("")  # a model of one's own lies in the current folder
     try:
+        _check_kernels()
         options.run(options)
     except Interrupted as stop:
         print(f"mirrorquant: {stop}", file=sys.stderr)
@@ -96,6 +97,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mirrorquant: {place} cannot be read or written ({error.strerror})", file=sys.stderr)
         return 1
     return 0
+
+
+def _check_kernels() -> None:
+    """Tells at once if MIRRORQUANT_KERNELS names what there is not."""
+    try:
+        kernels.active()
+    except (ValueError, RuntimeError) as error:
+        raise PackError(str(error)) from error
 
 
 # Commands.

@@ -90,7 +90,7 @@ def _pillow() -> None:
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:
-        raise DataError("Image files need pillow, which is missing. Run: pip install mirrorquant[images]") from error
+        raise DataError("Image files need pillow, which is missing. Run: pip install 'mirrorquant[images]'") from error
 
 
 def _pixels(path: Path, size: int, fit: bool, remedy: str) -> bytes:

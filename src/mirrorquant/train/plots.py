@@ -441,7 +441,7 @@ def _figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PlotError("figures need matplotlib: pip install mirrorquant[plots]") from error
+        raise PlotError("figures need matplotlib: pip install 'mirrorquant[plots]'") from error
     return Figure(figsize=(width, height), dpi=_DPI, layout="constrained", facecolor="white")
 
 

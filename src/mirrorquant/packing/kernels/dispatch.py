@@ -36,7 +36,7 @@ def active() -> str:
 def describe() -> str:
     """One line for people: which path runs and why."""
     path = active()
-    if _forced or _VARIABLE in os.environ:
+    if _forced or os.environ.get(_VARIABLE):
         return f"{path} kernels, forced by {'force()' if _forced else _VARIABLE}; available: {', '.join(available())}"
     if path == "torch":
         return f"torch, without native kernels: {native.reason()}"
