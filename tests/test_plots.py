@@ -245,5 +245,5 @@ def test_without_matplotlib_the_remedy_is_named(tmp_path, monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(plots.PlotError, match=r"pip install mirrorquant\[plots\]"):
+    with pytest.raises(plots.PlotError, match=r"pip install 'mirrorquant\[plots\]'"):
         plots.projections(tmp_path)
