@@ -81,16 +81,7 @@ def test_eval_repeats_the_test_accuracy_of_the_summary(run_folder, capsys):
 
 def test_compare_makes_one_table_and_one_plot(tmp_path, capsys):
     results = tmp_path / "results"
-    command = [
-        "compare",
-        *TINY,
-        "--methods",
-        "ref,bc",
-        "--seeds",
-        "2",
-        "--quiet",
-        "skip=fc",
-    ]  # ref skips nothing
+    command = ["compare", *TINY, "--methods", "ref,bc", "--seeds", "2", "--quiet", "skip=fc"]  # ref skips nothing
     assert main([*command, "--out", str(tmp_path / "all"), "--results", str(results)]) == 0
     told = capsys.readouterr().out
     assert len(re.findall(r"^(ref|bc) ", told, re.M)) == 4

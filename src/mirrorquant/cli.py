@@ -37,14 +37,14 @@ from mirrorquant import methods, models, packing
 from mirrorquant._version import __version__
 from mirrorquant.data import load
 from mirrorquant.packing import PackError, kernels
+from mirrorquant.packing.kernels import KernelsError
 from mirrorquant.train import checkpoint, plots, recipes
 from mirrorquant.train.config import TYPES, Config, ConfigError
 from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, count_parameters, layers
 from mirrorquant.train.report import first_line
 from mirrorquant.train.tables import (
-    FREE_KEYS,
-    SPEED_KEYS,
     TableError,
+    changed,
     compare_row,
     compare_table,
     levels_label,
@@ -79,7 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "" not in sys.path:
         sys.path.append("")  # a model of one's own lies in the current folder
     try:
-        _check_kernels()
         options.run(options)
     except Interrupted as stop:
         print(f"mirrorquant: {stop}", file=sys.stderr)
@@ -89,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
-    except (*USER_ERRORS, recipes.RecipeError, plots.PlotError, TableError, PackError) as error:
+    except (*USER_ERRORS, recipes.RecipeError, plots.PlotError, TableError, PackError, KernelsError) as error:
         print(f"mirrorquant: {error}", file=sys.stderr)
         return 1
     except OSError as error:
@@ -97,14 +96,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mirrorquant: {place} cannot be read or written ({error.strerror})", file=sys.stderr)
         return 1
     return 0
-
-
-def _check_kernels() -> None:
-    """Tells at once if MIRRORQUANT_KERNELS names what there is not."""
-    try:
-        kernels.active()
-    except (ValueError, RuntimeError) as error:
-        raise PackError(str(error)) from error
 
 
 # Commands.
@@ -443,10 +434,9 @@ def _try_writing(results: Path | None) -> None:
 
 def _keep(summary: dict[str, Any], results: Path) -> None:
     """Writes the summary to the results, without the place where this machine's data lie."""
-    changed = {k: v for k, v in summary["overrides"].items() if k != "data_root"}
+    overrides = {k: v for k, v in summary["overrides"].items() if k != "data_root"}
     config = {k: v for k, v in summary["config"].items() if k not in ("data_root", "overrides")}
-    summary = {**summary, "config": config, "overrides": changed}
-    changes = {k: v for k, v in summary["overrides"].items() if k not in FREE_KEYS | SPEED_KEYS}
+    summary, changes = {**summary, "config": config, "overrides": overrides}, changed(summary)
     name = "-".join([summary["recipe"].replace("/", "-"), f"seed{summary['config']['seed']}"])
     name += "".join(f"-{key}-{re.sub('[^A-Za-z0-9.]', '-', str(value))}" for key, value in changes.items())
     if len(name) > 200:  # a file's name may have 255 bytes

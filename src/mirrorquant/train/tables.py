@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import recipes
+from mirrorquant.train import recipes
 
-__all__ = ["FREE_KEYS", "SPEED_KEYS", "TableError", "compare_row", "compare_table", "results_table"]
+__all__ = ["FREE_KEYS", "SPEED_KEYS", "TableError", "changed", "compare_row", "compare_table", "results_table"]
 __all__ += ["data_label", "level_values", "levels_label", "method_label", "method_name", "model_label", "with_results"]
 
 FREE_KEYS = frozenset({"seed", "data_root", "out", "device"})
@@ -216,7 +216,7 @@ def _read(file: Path) -> _Run | None:
             file=file,
             recipe=summary["recipe"] or ", ".join(str(config[key]) for key in ("data", "model", "method")),
             named=summary["recipe"] is not None and summary["recipe"].count("/") in (2, 3),
-            changed=tuple(_override(key, value) for key, value in sorted(_changed(summary).items())),
+            changed=tuple(_override(key, value) for key, value in sorted(changed(summary).items())),
             seed=int(config["seed"]),
             paper=None if summary["paper"] is None else _finite(summary["paper"]),
             accuracy=_finite(summary["test_accuracy"]),
@@ -230,13 +230,18 @@ def _read(file: Path) -> _Run | None:
         raise TableError(f"{file}: the summary holds a value of the wrong type: {error}") from error
 
 
-def _changed(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run has otherwise than its recipe as it is today: overrides, and what was another value in it then."""
+def changed(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run has otherwise than its recipe as it is today: overrides, and what was another value in it then.
+
+    >>> config = {**recipes.get("cifar10/vgg16/binary/bc"), "weight_decay": 0.1}
+    >>> changed({"recipe": "cifar10/vgg16/binary/bc", "config": config, "overrides": {"lr": 1e-4, "levels": "ternary"}})
+    {'levels': 'ternary', 'weight_decay': 0.1}
+    """
     config, overrides, name = summary["config"], summary["overrides"], summary["recipe"]
     recipe = recipes.get(name) if name in recipes.names() else {}
-    since = {key: config[key] for key, value in recipe.items() if config.get(key, value) != value}
     given = {key: value for key, value in overrides.items() if key not in recipe or recipe[key] != value}
-    return {k: v for k, v in {**since, **given}.items() if k not in FREE_KEYS | SPEED_KEYS | {"paper", "note"}}
+    since = {k: config[k] for k, v in recipe.items() if k not in overrides and config.get(k, v) != v}
+    return {k: v for k, v in {**given, **since}.items() if k not in FREE_KEYS | SPEED_KEYS | {"paper", "note"}}
 
 
 def _finite(value: Any) -> float:

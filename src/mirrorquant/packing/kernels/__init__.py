@@ -32,10 +32,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mirrorquant.packing.kernels import ops
-from mirrorquant.packing.kernels.dispatch import active, available, describe, force
+from mirrorquant.packing.kernels.dispatch import KernelsError, active, available, describe, force
 from mirrorquant.packing.kernels.prepared import prepare
 
-__all__ = ["active", "available", "conv2d", "describe", "force", "linear", "prepare"]
+__all__ = ["KernelsError", "active", "available", "conv2d", "describe", "force", "linear", "prepare"]
 
 
 def conv2d(

@@ -9,11 +9,15 @@ from functools import cache
 
 from mirrorquant.packing.kernels import native
 
-__all__ = ["active", "available", "describe", "force"]
+__all__ = ["KernelsError", "active", "available", "describe", "force"]
 
 _VARIABLE = "MIRRORQUANT_KERNELS"
 _ALL = ("avx512", "avx2", "portable", "torch")
 _forced: list[str] = []
+
+
+class KernelsError(ValueError, RuntimeError):
+    """A path that does not exist, or that cannot run here; the message says which can."""
 
 
 def available() -> tuple[str, ...]:
@@ -68,8 +72,8 @@ def _default() -> str:
 
 def _checked(path: str, what: str) -> str:
     if path not in _ALL:
-        raise ValueError(f"{what} {path!r}, but it must be one of {', '.join(_ALL)}")
+        raise KernelsError(f"{what} {path!r}, but it must be one of {', '.join(_ALL)}")
     if path not in available():
         why = native.reason() or "this processor does not have these instructions"
-        raise RuntimeError(f"{what} {path!r}, but {why}; choose one of {', '.join(available())}")
+        raise KernelsError(f"{what} {path!r}, but {why}; choose one of {', '.join(available())}")
     return path
