@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow sanitize lint clean
+.PHONY: demo test test-slow test-isa test-default test-avx2 test-avx512 sanitize lint clean
 
 .venv/ready: pyproject.toml constraints.txt setup.py $(wildcard src/mirrorquant/packing/kernels/csrc/*)
 	$(PYTHON) -m venv .venv
@@ -23,6 +23,23 @@ test: lint
 
 test-slow: .venv/ready
 	$(BIN)/pytest -n 2 -m slow
+
+# The tests as other processors run them: test-default without vector instructions, test-avx2 as far as AVX2, and
+# test-isa along all code paths of torch, oneDNN and our kernels that this processor has.
+test-default: export ATEN_CPU_CAPABILITY := default
+test-default: export ONEDNN_MAX_CPU_ISA := SSE41
+test-default: export MIRRORQUANT_KERNELS := portable
+test-avx2: export ATEN_CPU_CAPABILITY := avx2
+test-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
+test-avx2: export MIRRORQUANT_KERNELS := avx2
+test-avx512: export ATEN_CPU_CAPABILITY := avx512
+test-default test-avx2 test-avx512: .venv/ready
+	$(BIN)/pytest -n 2 -m 'not slow'
+
+CAPABILITIES := import torch; names = ["DEFAULT", "AVX2", "AVX512"]; here = torch.backends.cpu.get_cpu_capability();
+CAPABILITIES += print(*names[: names.index(here) + 1])
+test-isa: .venv/ready
+	for path in $$($(BIN)/python -c '$(CAPABILITIES)' | tr A-Z a-z); do $(MAKE) test-$$path || exit; done
 
 # The native kernels on random layers, under the address and undefined-behaviour sanitizers. AVX-512 is emulated, so that
 # its kernels run on any processor with AVX2.

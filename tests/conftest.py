@@ -1,13 +1,31 @@
 """What several tests share: a small network that has everything, and one schedule that suits each method."""
 
+import os
+import tempfile
+
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch import nn
 
 import mirrorquant as mq
 
 METHODS = [name for name in mq.methods.list() if name != "ref"]
 torch.set_num_threads(1)
+
+# A busy machine is no failure, and on CI every run tries the same examples.
+settings.register_profile(
+    "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
+)
+settings.load_profile("any-machine")
+
+# torch keys its cache of compiled code without the processor's vectors, see mirrorquant.train.compiling.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    os.path.join(
+        tempfile.gettempdir(), f"mirrorquant-inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
+    ),
+)
 
 
 def anneal_for(method):

@@ -2,6 +2,9 @@
 
 import copy
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,11 +35,58 @@ def train(folder, *overrides, **rest):
     return run, [row["loss"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
 
 
-def assert_alike(found, expected, close=20):
-    """Two loss curves of one seed: the same up to rounding, until training has fed the rounding back long enough."""
-    found, expected = torch.tensor(found), torch.tensor(expected)
-    torch.testing.assert_close(found[:close], expected[:close], rtol=2e-3, atol=2e-3)
-    torch.testing.assert_close(found, expected, rtol=0.1, atol=0.05)
+def moved(run):
+    """What a step moves, by name: the weights that the network computes with, latents, batch-norm statistics."""
+    tensors = {f"weight {name}": p for name, p in run.model.named_parameters()}
+    if run.fast is not None:
+        tensors |= {f"weight {name}": weight.clone() for name, weight in run.fast.weights.items()}
+    run._sync()
+    tensors |= {f"latent {name}": run.opt.latent(p) for name, p in run.model.named_parameters() if p in run.opt.state}
+    tensors |= {f"buffer {name}": b for name, b in run.model.named_buffers()}
+    return {name: tensor.detach().double().clone() for name, tensor in tensors.items()}
+
+
+def take_over(run, leader):
+    run.opt.load_state_dict(copy.deepcopy(leader.opt.state_dict()))
+    run.model.load_state_dict(leader.model.state_dict())
+    run.step, run.fast = leader.step, None
+
+
+def assert_the_next_step_is_the_same(run, leader):
+    """One step from one state: the engines differ by rounding alone, far below a thousandth of the way.
+
+    Curves are not compared: Adam divides a gradient by its own size, so that the last bit, which differs from processor
+    to processor, grows into another curve within twenty steps.
+    """
+    before = moved(leader)
+    losses = []
+    for each in (run, leader):
+        each.losses.zero_()
+        each.advance()
+        losses.append(float(each.losses))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    found, expected = moved(run), moved(leader)
+    assert found.keys() == expected.keys()
+    for name, after in expected.items():
+        finite = after.isfinite() & before[name].isfinite()  # a primal point that has reached its level is infinite
+        assert torch.equal(found[name].isfinite() & before[name].isfinite(), finite), name
+        error, way = ((a - b)[finite].norm() for a, b in ((found[name], after), (after, before[name])))
+        assert error <= 1e-3 * way, (name, float(error), float(way))
+
+
+def assert_alike(tmp_path, *overrides, method="md-tanh-s", first="eager", then="graph", steps=(0, 1, 7, 24)):
+    """From states all along a run of one engine, the other takes the same step."""
+    overrides = [*overrides, *(["beta_scale=1.1", "beta_interval=1"] if method not in ("ref", "bc", "pq") else [])]
+    leader = Run(config(f"engine={first}", *overrides, method=method), tmp_path / "leader", quiet=True)
+    run = Run(config(f"engine={then}", *overrides, method=method), tmp_path / "run", quiet=True)
+    for step in range(max(steps) + 1):
+        if step in steps:
+            leader._sync()
+            take_over(run, leader)
+            assert_the_next_step_is_the_same(run, leader)
+            assert run.engine == then
+        else:
+            leader.advance()
 
 
 def step_of(run, **options):
@@ -45,11 +95,15 @@ def step_of(run, **options):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_fast_and_plain_engine_train_alike(method, tmp_path):
+    assert_alike(tmp_path, method=method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_both_engines_count_steps_alike(method, tmp_path):
     extra = ["finalize_at=0.5"] if method == "pq" else []
-    plain, expected = train(tmp_path / "plain", "engine=eager", *extra, method=method)
-    fast, found = train(tmp_path / "fast", "engine=graph", *extra, method=method)
+    plain, _ = train(tmp_path / "plain", "engine=eager", *extra, method=method)
+    fast, _ = train(tmp_path / "fast", "engine=graph", *extra, method=method)
     assert fast.engine == "graph"
-    assert_alike(found, expected)
     assert fast.opt.steps == plain.opt.steps == 40
     assert fast.opt.beta == plain.opt.beta
     for key, value in plain.model.state_dict().items():
@@ -67,10 +121,7 @@ def test_fast_and_plain_engine_train_alike(method, tmp_path):
     ],
 )
 def test_both_engines_take_momentum_decay_and_the_proximal_step_alike(method, changed, tmp_path):
-    _, expected = train(tmp_path / "plain", "engine=eager", "iterations=25", *changed.split(), method=method)
-    fast, found = train(tmp_path / "fast", "engine=graph", "iterations=25", *changed.split(), method=method)
-    assert fast.engine == "graph"
-    assert_alike(found, expected)
+    assert_alike(tmp_path, *changed.split(), method=method)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -111,29 +162,12 @@ def test_histograms_are_of_the_weights_at_their_step(tmp_path):
 
 
 def test_ternary_levels_and_float_layers_are_served(tmp_path):
-    _, expected = train(tmp_path / "plain", "engine=eager", "affine=true", "levels=ternary")
-    fast, found = train(tmp_path / "fast", "engine=graph", "affine=true", "levels=ternary")
-    assert len(fast.opt.param_groups) == 2
-    assert_alike(found, expected, close=5)
+    assert_alike(tmp_path, "affine=true", "levels=ternary")
 
 
 @pytest.mark.parametrize(("first", "then"), [("graph", "eager"), ("eager", "graph"), ("graph", "graph")])
 def test_a_checkpoint_of_one_engine_continues_with_the_other(first, then, tmp_path):
-    _, expected = train(tmp_path / "whole", "engine=eager")
-    half = Run(config(f"engine={first}"), tmp_path / "half", quiet=True)
-    other = Run(config(f"engine={then}"), tmp_path / "other", quiet=True)
-    losses = []
-    for run in (half, other):
-        if run is other:
-            run.opt.load_state_dict(half.opt.state_dict())
-            run.model.load_state_dict(half.model.state_dict())
-            run.step = half.step
-        for _ in range(20):
-            run.losses.zero_()
-            run.advance()
-            losses.append(float(run.losses))
-        run._sync()
-    assert_alike(losses, expected)
+    assert_alike(tmp_path, first=first, then=then, steps=(1, 20))
 
 
 @pytest.mark.parametrize("method", ["md-tanh-s", "md-softmax-s", "pmf"])
@@ -234,9 +268,29 @@ def test_weight_decay_of_a_primal_form_is_left_to_the_plain_engine(tmp_path):
 
 
 def test_the_compiled_step_is_the_plain_one(tmp_path):
-    _, expected = train(tmp_path / "plain", "engine=eager")
-    _, found = train(tmp_path / "fast", "engine=graph", "compile=true")
-    assert_alike(found, expected)
+    assert_alike(tmp_path, "compile=true", steps=(7,))
+
+
+COMPILED = """
+import torch
+from mirrorquant.train.compiling import compiled
+
+images = torch.randn(8, 16, 8, 8, requires_grad=True)
+loss = lambda x: torch.nn.functional.max_pool2d(x, 2).square().mean()
+found, expected = (torch.autograd.grad(f(images), images)[0] for f in (compiled(loss), loss))
+assert (found - expected).norm() <= 1e-3 * expected.norm()
+"""
+
+
+def test_code_that_was_compiled_for_wider_vectors_is_not_taken_from_the_cache(tmp_path):
+    """torch's own cache mixes them up: NaN, or code that does not compile."""
+    narrower = {"AVX512": "avx2", "AVX2": "default"}.get(torch.backends.cpu.get_cpu_capability())
+    if narrower is None:
+        pytest.skip("this processor, or ATEN_CPU_CAPABILITY, has no wide vectors")
+    for capability in ({}, {"ATEN_CPU_CAPABILITY": narrower}):
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **capability}
+        found = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
+        assert found.returncode == 0, found.stderr
 
 
 def test_each_step_of_the_fast_path_is_the_plain_one_all_along_the_curve():

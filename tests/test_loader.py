@@ -113,7 +113,7 @@ def test_resized_crop_agrees_with_interpolation_of_each_box():
         assert (got.double() - expected).abs().max() <= 0.5 + 1e-9  # rounded to whole grey levels
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(height=st.integers(1, 80), width=st.integers(1, 80), seed=st.integers(0, 2**32 - 1))
 def test_boxes_of_resized_crops_lie_inside_the_image(height, width, seed):
     crop = ResizedCrop()

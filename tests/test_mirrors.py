@@ -23,7 +23,7 @@ MIRRORS = {
 scalar = pytest.mark.parametrize("name", MIRRORS)
 fraction = st.floats(0.001, 0.999)
 betas = st.floats(1, 20)
-numerical = settings(max_examples=25, deadline=None)
+numerical = settings(max_examples=25)
 
 
 def point(name, *fractions):
@@ -139,7 +139,7 @@ def test_the_numerical_inverse_is_differentiable(name):
 
 @pytest.mark.parametrize("name", ["tanh", "sigmoid", "ternary"])
 @given(fraction, st.floats(-1, 1), st.floats(1, 5))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_primal_step_is_the_argmin_of_the_proximal_form(name, f, step, beta):
     mirror, (low, high) = MIRRORS[name]
     w = point(name, f)
@@ -161,7 +161,7 @@ def test_primal_step_is_the_argmin_of_the_proximal_form(name, f, step, beta):
 
 
 @given(simplex_point, st.lists(st.floats(-1, 1), min_size=3, max_size=3), st.floats(1, 5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_softmax_primal_step_is_exponentiated_gradient_and_the_argmin(u, step, beta):
     step = torch.tensor(step, dtype=torch.float64)[:, None]
     found = Softmax().primal_step(u, step, beta)

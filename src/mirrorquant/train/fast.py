@@ -30,7 +30,7 @@ from mirrorquant import methods
 from mirrorquant.data import Loader
 from mirrorquant.methods import REF, Method
 from mirrorquant.optimizer import MirrorDescent
-from mirrorquant.train import beside
+from mirrorquant.train import beside, compiling
 from mirrorquant.train.report import first_line
 
 __all__ = ["FastStep", "Unsupported"]
@@ -87,8 +87,8 @@ class FastStep:
         self._update: Callable[..., None] = _update
         if compiled:
             torch.compiler.reset()  # or what earlier runs of this process left would count against the limit
-            self._forward = torch.compile(self._loss, dynamic=False)
-            self._update = torch.compile(_update, dynamic=False)
+            self._forward = compiling.compiled(self._loss, dynamic=False)
+            self._update = compiling.compiled(_update, dynamic=False)
 
     def __call__(self, k: int) -> None:
         """Step number k; in order, but any k may be the first."""

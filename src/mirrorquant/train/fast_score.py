@@ -12,6 +12,7 @@ from torch.func import functional_call
 from mirrorquant.data import Images
 from mirrorquant.data.loader import Normalise
 from mirrorquant.methods import Method
+from mirrorquant.train import compiling
 from mirrorquant.train.fast import FastStep
 
 __all__ = ["FastScore"]
@@ -44,8 +45,8 @@ class FastScore:
         self._score: Callable[..., Tensor] = self._batch
         self._round: Callable[..., None] = _round
         if compiled:
-            self._score = torch.compile(self._batch, dynamic=False)
-            self._round = torch.compile(_round, dynamic=False)
+            self._score = compiling.compiled(self._batch, dynamic=False)
+            self._round = compiling.compiled(_round, dynamic=False)
 
     @torch.no_grad()
     def __call__(self) -> tuple[float, float]:

@@ -32,7 +32,7 @@ from mirrorquant.data.loader import Normalise
 from mirrorquant.methods import REF
 from mirrorquant.models.registry import ModelError
 from mirrorquant.optimizer import MirrorDescent
-from mirrorquant.train import checkpoint
+from mirrorquant.train import checkpoint, compiling
 from mirrorquant.train.checkpoint import CheckpointError
 from mirrorquant.train.config import Config, ConfigError
 from mirrorquant.train.report import Metrics, MetricsError, Progress, first_line, read_metrics
@@ -129,7 +129,9 @@ class Run:
         if self.channels_last:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.opt: MirrorDescent = config.build_optimizer(self.model, self.loader.batches_per_epoch)
-        self.network: Callable[[Tensor], Tensor] = torch.compile(self.model) if config.wants("compile") else self.model
+        self.network: Callable[[Tensor], Tensor] = self.model
+        if config.wants("compile"):
+            self.network = compiling.compiled(self.model)
         self.engine = "graph" if config.fast else "eager"
         self.fast: FastStep | None = None
         self.score: FastScore | None = None

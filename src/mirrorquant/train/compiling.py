@@ -1,0 +1,25 @@
+"""``torch.compile`` with a cache that tells processors apart.
+
+The inductor caches the C++ that it writes for a graph, on disk and for all processes, but leaves the width of the
+processor's vectors out of the key. Code written for AVX-512 is then compiled for AVX2 when ``ATEN_CPU_CAPABILITY=avx2``
+is set, or when two machines share the cache, and computes NaN without an error (torch 2.13). ``cpp.simdlen`` is part of
+the key: setting it to the width that would be used anyway changes nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+__all__ = ["compiled"]
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def compiled(function: Function, *, dynamic: bool | None = None) -> Function:
+    """The function or module, compiled for this processor."""
+    from torch._inductor.cpu_vec_isa import pick_vec_isa  # here, since it imports the compiler, which takes seconds
+
+    return torch.compile(function, dynamic=dynamic, options={"cpp.simdlen": pick_vec_isa().bit_width()})
