@@ -203,7 +203,7 @@ def test_setup_is_the_papers(name: str) -> None:
 def test_a_recipe_says_what_its_name_says(name: str) -> None:
     recipe = recipes.get(name)
     data, model, *levels, method = name.split("/")
-    methods = {"pq-star": "pq", "pmf-star": "pmf", "pmf": "pmf-authors"}
+    methods = {"pq-star": "pq", "pmf-star": "pmf-authors", "pmf": "pmf-authors"}
     methods |= {"md-tanh": "md-tanh-primal", "md-softmax": "md-softmax-primal"}
     assert (recipe["data"], recipe["model"], recipe["method"]) == (data, model, methods.get(method, method))
     assert [recipe[key] for key in ("levels",) if key in recipe] == levels
@@ -221,11 +221,19 @@ def test_keys_are_there_only_where_they_mean_something(name: str) -> None:
     anneals = recipe["method"] not in ("ref", "bc", "pq")
     for key in ("beta_scale", "beta_interval", "beta_cap"):
         assert (key in recipe) == anneals
-    assert recipe.get("beta_cap", 1e35) == 1e35
+    assert recipe.get("beta_cap", 1e35) == (1e4 if name.endswith("/pmf") else 1e35)
     for key in ("pq_rate", "finalize_at"):
         assert (key in recipe) == (recipe["method"] == "pq")
     assert recipe.get("finalize_at", 0.6667) == 0.6667
-    assert ("note" in recipe) == (name.endswith("-star") or name.endswith("/pmf"))
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_note_says_what_does_not_come_from_the_paper(name: str) -> None:
+    recipe = recipes.get(name)
+    note = recipe.get("note", "")
+    assert ("ProxQuant" in note) == (recipe["method"] == "pq")
+    assert ("random resized crop" in note) == (recipe["data"] == "tinyimagenet")
+    assert bool(note) == (recipe["method"] in ("pq", "pmf-authors") or recipe["data"] == "tinyimagenet")
 
 
 @pytest.mark.parametrize("name", recipes.names())

@@ -127,6 +127,35 @@ def test_a_run_belongs_to_its_recipe_as_the_recipe_is_today(put):
     assert cells(others, MD)[0][1:3] == ["`lr=0.5`", "80.00"]
 
 
+PMF = ("cifar10/resnet18/binary/pmf", "cifar10/resnet18/binary/pmf-star")
+
+
+def test_the_row_of_pmf_is_not_filled_by_runs_of_pmf_star(put):
+    """The two share hyperparameters and Jacobian and differ in the cap on beta, whatever a file calls itself."""
+    pmf, star = (summary(name, accuracy, paper=90.0) for name, accuracy in zip(PMF, (92.0, 93.0), strict=True))
+    assert (pmf["config"]["beta_cap"], star["config"]["beta_cap"]) == (1e4, 1e35)
+    misnamed = {**star, "recipe": PMF[0], "test_accuracy": 94.0}
+    table, others = put(pmf, star, misnamed).split("## Other runs")
+    assert [row[2] for row in cells(table, "PMF")] == ["92.00"]
+    assert [row[2] for row in cells(table, r"PMF\*")] == ["93.00"]
+    assert cells(others, PMF[0])[0][1:3] == ["`beta_cap=1e+35`", "94.00"]
+
+
+def test_the_true_jacobian_stands_outside_the_papers_rows(put):
+    true = summary(PMF[1], 92.5, paper=93.24, overrides={"method": "pmf"})
+    text = put({**true, "config": {**true["config"], "method": "pmf"}})
+    assert "tab:res_binary" not in text
+    assert cells(text, PMF[1])[0][1:3] == ["`method=pmf`", "92.50"]
+
+
+def test_the_runs_with_beta_up_to_1e35_are_results_of_pmf_star():
+    folder = Path(__file__).parents[1] / "results"
+    runs = [json.loads(file.read_text()) for file in folder.glob("*-pmf-*.json")]
+    capped = {run["config"]["beta_cap"]: run["recipe"].split("/")[-1] for run in runs}
+    assert capped[1e35] == "pmf-star"
+    assert {run["config"]["method"] for run in runs} == {"pmf-authors"}
+
+
 def test_other_json_is_ignored_and_subfolders_are_read(tmp_path):
     (tmp_path / "step_cost.json").write_text("[1, 2]")
     (tmp_path / "other.json").write_text('{"device": "cpu"}')

@@ -9,8 +9,8 @@ A recipe is a flat dictionary. Every one has
 =================  ===================================================================================================
 ``data``           data set
 ``model``          network, a name of :func:`mirrorquant.models.build`
-``method``         method; PQ* is ``pq`` with a ``skip``, PMF* is ``pmf``, PMF is ``pmf-authors``; MD-tanh and
-                   MD-softmax are ``md-tanh-primal`` and ``md-softmax-primal``
+``method``         method; PQ* is ``pq`` with a ``skip``; PMF* is ``pmf-authors``, and PMF the same with a lower
+                   ``beta_cap``; MD-tanh and MD-softmax are ``md-tanh-primal`` and ``md-softmax-primal``
 ``optimizer``      ``"adam"`` or ``"sgd"``
 ``lr``             learning_rate
 ``lr_scale``       what the learning rate is multiplied by every ``lr_interval`` iterations; 1.0: no decay
