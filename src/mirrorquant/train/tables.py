@@ -18,7 +18,8 @@ from typing import Any
 from mirrorquant.train import recipes
 
 __all__ = ["FREE_KEYS", "SPEED_KEYS", "TableError", "changed", "compare_row", "compare_table", "results_table"]
-__all__ += ["data_label", "level_values", "levels_label", "method_label", "method_name", "model_label", "with_results"]
+__all__ += ["data_label", "level_values", "levels_label", "method_label", "method_name", "method_order", "model_label"]
+__all__ += ["with_results"]
 
 FREE_KEYS = frozenset({"seed", "data_root", "out", "device"})
 """Overrides that leave a run a reproduction of the paper's cell."""
@@ -77,6 +78,16 @@ def method_label(name: str) -> str:
     ('MD-tanh-S', 'my-method')
     """
     return _METHODS.get(name, name)
+
+
+def method_order(name: str) -> int:
+    """The place of a method among the rows of the paper's tables; other methods come after them.
+
+    >>> sorted(["mine", "md-tanh-s", "ref", "bc"], key=method_order)
+    ['ref', 'bc', 'md-tanh-s', 'mine']
+    """
+    rows = list(_METHODS)
+    return rows.index(name) if name in rows else len(rows)
 
 
 def method_name(recipe: str | None, config: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> str:
@@ -267,9 +278,8 @@ def _grouped(runs: Iterable[_Run]) -> list[list[_Run]]:
             other = seeds[run.seed].file
             raise TableError(f"{run.file}: {run.recipe} with seed {run.seed} is in {other} too; keep one of them")
         seeds[run.seed] = run
-    rows = list(_METHODS)
     cells = [[seeds[seed] for seed in sorted(seeds)] for _, seeds in sorted(groups.items())]
-    return sorted(cells, key=lambda cell: rows.index(m) if (m := cell[0].recipe.split("/")[-1]) in rows else len(rows))
+    return sorted(cells, key=lambda cell: method_order(cell[0].recipe.split("/")[-1]))
 
 
 def _in_paper(cell: list[_Run]) -> bool:
@@ -345,8 +355,7 @@ def _method(cell: list[_Run]) -> str:
 def _mean(cell: list[_Run]) -> str:
     """The mean over seeds; with its spread where there are several."""
     values = [run.accuracy for run in cell]
-    spread = f" ± {statistics.stdev(values):.2f} (n = {len(values)})" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.2f}{spread}"
+    return _spread(values) + (f" (n = {len(values)})" if len(values) > 1 else "")
 
 
 def _footnote(folder: Path) -> str:
@@ -398,25 +407,43 @@ def compare_row(summary: dict[str, Any]) -> dict[str, Any]:
 def compare_table(rows: Sequence[dict[str, Any]]) -> str:
     """Several methods on one task as aligned plain text; the rows are those of :func:`compare_row`.
 
-    A value that is missing or None is shown as a dash.
+    Rows of one method and level set, which are its seeds, make one line: the mean ± the sample standard deviation of
+    each accuracy, and the mean time of a run. A value that is missing or None is shown as a dash.
 
-    >>> row = {"method": "bc", "levels": "binary", "bits": 1.0, "soft": 97.5, "val": 97.8, "test": 97.5}
+    >>> row = {"method": "bc", "levels": "binary", "seed": 0, "bits": 1.0, "soft": 97.5, "val": 97.8, "test": 97.5}
     >>> print(compare_table([row | {"seconds": 75}]))
-    method  levels  bits a weight  soft %  rounded val %  rounded test %        time
-    ------  ------  -------------  ------  -------------  --------------  ----------
-    bc      -1, +1           1.00   97.50          97.80           97.50  1 min 15 s
+    method  levels  bits per weight  soft %  rounded val %  rounded test %        time
+    ------  ------  ---------------  ------  -------------  --------------  ----------
+    bc      -1, +1             1.00   97.50          97.80           97.50  1 min 15 s
+    >>> print(compare_table([row | {"seconds": 75}, row | {"seed": 1, "test": 98.1}]).splitlines()[-1])
+    bc      -1, +1             1.00  0, 1   97.50 ± 0.00   97.80 ± 0.00    97.80 ± 0.42    1 min 15 s
     """
-    header = ["method", "levels", "bits a weight", "soft %", "rounded val %", "rounded test %", "time"]
-    text = [[row["method"], levels_label(row.get("levels")), *_figures(row)] for row in rows]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["method"], levels_label(row.get("levels"))), []).append(row)
+    several = any(len(group) > 1 for group in groups.values())
+    header = ["method", "levels", "bits per weight", *(["seeds"] if several else [])]
+    header += ["soft %", "rounded val %", "rounded test %", "time per run" if several else "time"]
+    text = []
+    for names, group in groups.items():
+        seeds = [", ".join(str(row.get("seed", "-")) for row in group)] if several else []
+        accuracies = [_spread([row.get(key) for row in group]) for key in ("soft", "val", "test")]
+        seconds = [row["seconds"] for row in group if row.get("seconds") is not None]
+        time = _duration(statistics.fmean(seconds) if seconds else None)
+        text.append([*names, _spread([group[0].get("bits")]), *seeds, *accuracies, time])
     widths = [max(map(len, column)) for column in zip(header, *text, strict=True)]
-    right = [index > 1 for index in range(len(header))]
+    right = [name not in ("method", "levels", "seeds") for name in header]
     lines = [_padded(row, widths, right) for row in (header, ["-" * width for width in widths], *text)]
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def _figures(row: dict[str, Any]) -> list[str]:
-    numbers = [row.get(key) for key in ("bits", "soft", "val", "test")]
-    return ["-" if number is None else f"{number:.2f}" for number in numbers] + [_duration(row.get("seconds"))]
+def _spread(values: Sequence[float | None]) -> str:
+    """A value, or the mean of several with their sample standard deviation; a dash where one is missing."""
+    numbers = [value for value in values if value is not None]
+    if not numbers or len(numbers) < len(values):
+        return "-"
+    spread = f" ± {statistics.stdev(numbers):.2f}" if len(numbers) > 1 else ""
+    return f"{statistics.fmean(numbers):.2f}{spread}"
 
 
 def _duration(seconds: float | None) -> str:
