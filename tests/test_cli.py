@@ -6,15 +6,18 @@ import os
 import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from mirrorquant import models
 from mirrorquant.cli import main
 from mirrorquant.packing import kernels
-from mirrorquant.train import Config, recipes
+from mirrorquant.train import Config, checkpoint, recipes
 
 TINY = ["iterations=6", "batch_size=16", "eval_every=3", "log_every=2", "checkpoint_every=4", "histogram_every=2"]
 
@@ -84,13 +87,45 @@ def test_compare_makes_one_table_and_one_plot(tmp_path, capsys):
     command = ["compare", *TINY, "--methods", "ref,bc", "--seeds", "2", "--quiet", "skip=fc"]  # ref skips nothing
     assert main([*command, "--out", str(tmp_path / "all"), "--results", str(results)]) == 0
     told = capsys.readouterr().out
-    assert len(re.findall(r"^(ref|bc) ", told, re.M)) == 4
-    assert (tmp_path / "all" / "comparison.png").stat().st_size > 0
+    kept = [json.loads(file.read_text()) for file in results.glob("*.json")]
+    for method in ("ref", "bc"):
+        values = [run["test_accuracy"] for run in kept if run["config"]["method"] == method]
+        mean, spread = statistics.fmean(values), statistics.stdev(values)
+        assert len(re.findall(rf"^{method} .* 0, 1 .* {mean:.2f} ± {spread:.2f} ", told, re.M)) == 1
+    assert len(re.findall(r"^(ref|bc) ", told, re.M)) == 2
+    for name in ("comparison", "curves"):
+        assert f"wrote {tmp_path / 'all' / name}.png\n" in told
+        assert (tmp_path / "all" / f"{name}.png").stat().st_size > 0
+    assert f"wrote 4 runs to folders in {tmp_path / 'all'}, with a weights.png each\n" in told
     assert len(list(results.glob("*.json"))) == 4
     assert main(["table", "--results", str(results)]) == 0
     assert "digits/digitsnet/binary/bc" in capsys.readouterr().out
     assert main(["table", "--results", str(results), "--write"]) == 0
     assert "(n = 2)" in (results / "README.md").read_text()
+
+
+def test_float_networks_alone_have_curves_and_nothing_to_compare(tmp_path, capsys):
+    assert main(["compare", *TINY, "--methods", "ref", "--quiet", "--out", str(tmp_path / "all")]) == 0
+    told = capsys.readouterr().out
+    assert f"wrote {tmp_path / 'all' / 'curves.png'}\n" in told
+    assert "pictures" not in told
+
+
+def test_every_method_of_the_paper_can_be_compared_on_the_digits(tmp_path, capsys):
+    names = "bc,pq,pmf,gd-tanh,md-softmax,md-tanh,md-softmax-s,md-tanh-s"
+    short = ["iterations=1", "batch_size=16", "histogram_every=0"]
+    assert main(["compare", *short, "--methods", names, "--quiet", "--json", "--out", str(tmp_path / "all")]) == 0
+    assert ",".join(row["method"] for row in json.loads(capsys.readouterr().out)) == names
+
+
+def test_a_comparison_of_several_seeds_goes_on_where_it_stopped(tmp_path, capsys):
+    command = ["compare", *TINY, "--quiet", "--out", str(tmp_path / "all"), "--methods", "bc"]
+    assert main([*command, "--seeds", "2"]) == 0
+    first = [line.rpartition("  ")[0] for line in capsys.readouterr().out.splitlines()]  # without the time
+    assert main([*command, "--seeds", "2", "--resume"]) == 0
+    assert [line.rpartition("  ")[0] for line in capsys.readouterr().out.splitlines()] == first
+    assert main([*command, "--seeds", "3", "--resume"]) == 0
+    assert re.search(r"^bc .* 0, 1, 2 ", capsys.readouterr().out, re.M)
 
 
 def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
@@ -106,12 +141,12 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
     assert main([*command, "bc", "--resume", "lr=0.5"]) == 1
     assert "another configuration" in capsys.readouterr().err
     assert main([*command, "bc,bc"]) == 1
-    assert "names a method twice" in capsys.readouterr().err
+    assert "--methods names bc twice" in capsys.readouterr().err
 
 
 def test_a_comparison_with_an_unknown_method_is_refused_before_anything_trains(tmp_path, capsys):
     assert main(["compare", *TINY, "--methods", "ref,bcc", "--quiet", "--out", str(tmp_path / "all")]) == 1
-    assert "no recipe 'digits/digitsnet/binary/bcc'" in capsys.readouterr().err
+    assert "digits/digitsnet has no binary recipe for 'bcc', only for bc, " in capsys.readouterr().err
     assert not (tmp_path / "all").exists()
 
 
@@ -244,6 +279,30 @@ def test_a_wrong_number_is_told_with_what_it_should_be(arguments, message, capsy
     assert message in capsys.readouterr().err
 
 
+def test_the_weights_of_a_float_network_are_had_as_the_message_says(tmp_path, capsys):
+    assert main(["train", "digits/digitsnet/ref", *TINY, "--out", str(tmp_path / "ref"), "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["pack", str(tmp_path / "ref")]) == 1
+    call = re.search(r"mirrorquant\.train\.(checkpoint\.load\(.*\)\['model'\])", capsys.readouterr().err)[1]
+    models.build("digitsnet", 10, affine=True).load_state_dict(eval(call, {"checkpoint": checkpoint, "Path": Path}))
+
+
+def test_the_value_of_an_option_is_no_override(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *TINY, "lr=0.1", "--out", "lr=0.1", "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["overrides"]["lr"] == 0.1
+    assert (tmp_path / "lr=0.1" / "summary.json").exists()
+    assert main(["train", "--resume", "lr=0.1", "--quiet"]) == 0
+
+
+def test_a_readme_in_another_encoding_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "README.md").write_bytes(b"caf\xe9")
+    assert main(["table", "--results", str(tmp_path), "--readme", str(tmp_path / "README.md")]) == 1
+    told = capsys.readouterr().err
+    assert "README.md is not a text in UTF-8" in told
+    assert told.count("\n") == 1
+
+
 def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys):
     assert main(["train", "digits/digitsnet/ref", *TINY, "--out", str(tmp_path / "ref"), "--quiet"]) == 0
     whole, broken = tmp_path / "whole.safetensors", tmp_path / "broken.safetensors"
@@ -252,7 +311,8 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
     broken.write_bytes(broken.read_bytes()[:-1])
     capsys.readouterr()
     for arguments, message in (
-        (["pack", str(tmp_path / "ref")], "is a float network: only a quantized one has bits to pack"),
+        (["pack", str(tmp_path / "ref")], "is a float network, and only quantized ones can be packed or exported"),
+        (["export", str(tmp_path / "ref"), "--to", "onnx"], "is a float network, and only quantized ones can be"),
         (["eval", str(run_folder), "--data-root", "elsewhere"], "--data, --data-root and --model are for files"),
         (["eval", str(tmp_path / "no.onnx"), "--data", "digits", "--model", "a:b"], "--model is for packed files"),
         (["export", str(run_folder), "--to", "onnx", "--model", "a:b"], "--model is for packed files"),
@@ -284,17 +344,26 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["train", "--resume", "nowhere", "lr=1"], 1, "cannot be given with it"),
         (["eval", "nowhere"], 1, "nowhere/config.json cannot be read"),
         (["recipes", "cifra10"], 1, "did you mean"),
-        (["compare", "digits/digitsnet", "--methods", "bcc"], 1, "did you mean 'digits/digitsnet/binary/bc'"),
-        (["compare", "seed=3"], 1, "say how many by --seeds"),
+        (["compare", "digits/digitsnet", "--methods", "bcc"], 1, "did you mean 'bc'"),
+        (["compare", "digits/digitsnett"], 1, "there are no recipes for 'digits/digitsnett'; did you mean 'digits/di"),
+        (["compare", "fashion-mnist/digitsnet", "--methods", "pq"], 1, "only for bc, md-tanh-s, ref; to try it with"),
+        (["compare", "--levels", "ternary"], 1, "mirrorquant train digits/digitsnet/ternary/md-tanh-s method=bc"),
+        (["compare", "--methods", ","], 1, "--methods is empty"),
+        (["compare", "seed=3"], 1, "give their number by --seeds"),
+        (["train", "--lr", "0.1"], 2, "there is no option --lr: write lr=VALUE"),
+        (["train", "--batch-size=8"], 2, "there is no option --batch-size: write batch_size=8"),
+        (["train", "lr", "=", "0.1"], 2, "write key=value without spaces"),
+        (["train", "learning-rate=0.1"], 1, "there is no key 'learning-rate'"),
+        (["table", "--results", "nowhere"], 1, "nowhere: no such folder"),
         (["curves", "nowhere"], 1, "nowhere/config.json"),
         (["summary", "nowhere"], 1, "no recipe 'nowhere'"),
         (["plots", "--out", "/dev/null/figures"], 1, "/dev/null/figures"),
         (["train", *TINY, "--quiet", "--results", "/dev/null/results"], 1, "/dev/null/results cannot be read or"),
         (["train", "data=cifar10", "data_root=nowhere"], 1, "cifar-10-batches-bin"),
-        (["train", "momentum=0.5"], 1, "momentum changes nothing here, since optimizer is adam"),
-        (["train", "method=bc", "beta_scale=1.1"], 1, "beta_scale changes nothing here, since method is bc"),
-        (["compare", "momentum=0.5"], 1, "momentum changes nothing here, since optimizer is adam"),
-        (["train", "model=resnet18", "width=16"], 1, "width changes nothing here, since model is resnet18"),
+        (["train", "momentum=0.5"], 1, "momentum has no effect here because optimizer is adam"),
+        (["train", "method=bc", "beta_scale=1.1"], 1, "beta_scale has no effect here because method is bc"),
+        (["compare", "momentum=0.5"], 1, "momentum has no effect here because optimizer is adam"),
+        (["train", "model=resnet18", "width=16"], 1, "width has no effect here because model is resnet18"),
     ],
 )
 def test_wrong_input_is_told_in_one_line(arguments, code, message, capsys, tmp_path, monkeypatch):

@@ -4,7 +4,7 @@
     mirrorquant train cifar10/resnet18/binary/md-tanh-s           a cell of the paper's tables
     mirrorquant train cifar10/resnet18/binary/bc lr=0.01 seed=1   the same with something changed
     mirrorquant train --resume runs/NAME                          go on where a run stopped
-    mirrorquant compare                                           float, BinaryConnect and MD-tanh-S side by side
+    mirrorquant compare --seeds 3                                 float, BinaryConnect and MD-tanh-S side by side
     mirrorquant eval runs/NAME                                    the best rounded network of a run, on the test set
     mirrorquant recipes cifar10/resnet18                          what there is, and with which hyperparameters
     mirrorquant pack runs/NAME                                    that network at one bit a weight, in a file
@@ -70,8 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(given[0], commands, 1, cutoff=0.0)
         print(f"mirrorquant: there is no command {given[0]!r}; did you mean {near[0]!r}?", file=sys.stderr)
         return 2
-    changes = [text for text in given if given[0] in _CHANGEABLE and re.match(r"[A-Za-z_]+=", text)]
-    options = parser.parse_args([text for text in given if text not in changes])
+    changes, rest = _changes(given)
+    options, unknown = parser.parse_known_args(rest)
+    if unknown:
+        hint = _hint(unknown) if given[0] in _CHANGEABLE else ""
+        if not hint:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        print(f"mirrorquant: {hint}", file=sys.stderr)
+        return 2
     if not hasattr(options, "run"):
         parser.print_help()
         return 2
@@ -96,6 +102,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mirrorquant: {place} cannot be read or written ({error.strerror})", file=sys.stderr)
         return 1
     return 0
+
+
+def _changes(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The key=value arguments, and the others; the value of an option is never a change, as in --out lr=0.1."""
+    if not given or given[0] not in _CHANGEABLE:
+        return [], list(given)
+    valued = {"--out", "--results", "--methods", "--levels", "--seeds"} | (
+        {"--resume"} if given[0] == "train" else set()
+    )
+    found = [
+        bool(re.match(r"[A-Za-z_][\w-]*=", text)) and before not in valued
+        for before, text in zip(["", *given], given, strict=False)
+    ]
+    pairs = list(zip(given, found, strict=True))
+    return [text for text, change in pairs if change], [text for text, change in pairs if not change]
+
+
+def _hint(unknown: Sequence[str]) -> str:
+    """What to write instead of arguments that look like a change of a key; empty for others."""
+    if "=" in unknown or any(text.startswith("=") for text in unknown):
+        return "write key=value without spaces, as in lr=0.01"
+    for text in unknown:
+        key, _, value = text.lstrip("-").partition("=")
+        if text.startswith("-") and key.replace("-", "_") in TYPES:
+            return f"there is no option {text.partition('=')[0]}: write {key.replace('-', '_')}={value or 'VALUE'}"
+    return ""
 
 
 # Commands.
@@ -123,9 +155,11 @@ def train(options: argparse.Namespace) -> None:
     _print_table([compare_row(summary)])
     for path in _pictures([run.folder]):
         print(f"wrote {path}")
-    print(f"wrote {run.folder / 'best.mq'}, the best rounded network\n\nnext:")
+    best = "the best network" if run.config.method == "ref" else "the best rounded network"
+    print(f"wrote {run.folder / 'best.mq'}, {best}\n\nnext:")
     folder = shlex.quote(str(run.folder))
-    print(f"  mirrorquant eval {folder}          its accuracy, and whether its weights really are on their levels")
+    really = "" if run.config.method == "ref" else ", and whether its weights really are on their levels"
+    print(f"  mirrorquant eval {folder}          its accuracy{really}")
     print(f"  mirrorquant summary {folder}       its bits and bytes, layer by layer")
     if run.config.method != "ref":
         print(f"  mirrorquant pack {folder}          the network at its true size, in a file")
@@ -135,12 +169,14 @@ def compare(options: argparse.Namespace) -> None:
     """Trains several methods on one task."""
     _try_writing(options.results)
     if any(text.startswith("seed=") for text in options.overrides):
-        raise ConfigError("compare trains with the seeds 0, 1, ...: say how many by --seeds, not which by seed=")
+        raise ConfigError("compare trains with seeds 0, 1, ...: give their number by --seeds, instead of seed=")
     folder = options.out or Path("runs") / ("compare-" + options.task.replace("/", "-"))
     rows, folders = [], []
-    chosen = [method.strip() for method in options.methods.split(",")]
-    if len(set(chosen)) < len(chosen):
-        raise ConfigError(f"--methods is {options.methods}, which names a method twice")
+    chosen = [method.strip() for method in options.methods.split(",") if method.strip()]
+    if not chosen:
+        raise ConfigError("--methods is empty: name at least one, as in --methods bc,md-tanh-s")
+    if twice := [method for method in chosen if chosen.count(method) > 1]:
+        raise ConfigError(f"--methods names {twice[0]} twice")
     configs = [(method, seed, _compared(options, method, seed)) for method in chosen for seed in range(options.seeds)]
     _refuse_idle([config for _, _, config in configs])
     for method, seed, config in configs:
@@ -154,20 +190,21 @@ def compare(options: argparse.Namespace) -> None:
         print(json.dumps(rows))
         return
     _print_table(rows)
-    for path in _pictures(folders, rows, folder):
-        print(f"wrote {path}")
-    print("\nnext:")
+    pictures = _pictures(folders, rows, folder)
+    for path in pictures:
+        if path.parent == folder:
+            print(f"wrote {path}")
+    weights = ", with a weights.png each" if any(path.parent != folder for path in pictures) else ""
+    print(f"wrote {len(folders)} runs to folders in {folder}{weights}\n\nnext:")
     print("  mirrorquant train cifar10/resnet18/binary/md-tanh-s     a cell of the paper (needs a GPU and CIFAR-10)")
     print("  mirrorquant recipes                                     all of them")
-    print(
-        "  mirrorquant train DATA/MODEL/... model=mymodule:myfunction data=folder:PATH     a model and images of yours"
-    )
+    print("  mirrorquant train DATA/MODEL/... model=mymodule:myfunction data=folder:PATH     your own model and images")
 
 
 def _refuse_idle(configs: Sequence[Config]) -> None:
     """Refuses overrides that change nothing in any of the runs."""
     idle = [config.idle_overrides() for config in configs]
-    told = [f"{key} changes nothing here, since {why}" for key, why in idle[0].items() if all(key in i for i in idle)]
+    told = [f"{key} has no effect here because {why}" for key, why in idle[0].items() if all(key in i for i in idle)]
     if told:
         raise ConfigError(f"{', and '.join(told)}: leave it out")
 
@@ -175,7 +212,25 @@ def _refuse_idle(configs: Sequence[Config]) -> None:
 def _compared(options: argparse.Namespace, method: str, seed: int) -> Config:
     """One run of a comparison; made for all of them before the first one trains."""
     name = f"{options.task}/ref" if method == "ref" else f"{options.task}/{options.levels}/{method}"
+    if name not in recipes.names():
+        raise recipes.RecipeError(_no_recipe(options.task, options.levels, method))
     return Config.from_recipe(name, [*options.overrides, f"seed={seed}"])
+
+
+def _no_recipe(task: str, levels: str, method: str) -> str:
+    """Why a method cannot be compared: its task is unknown, or has no hyperparameters for it; and what there is."""
+    every = recipes.names()
+    tasks = sorted({"/".join(name.split("/")[:2]) for name in every})
+    if task not in tasks:
+        near = difflib.get_close_matches(task, tasks, 1, cutoff=0.0)
+        return f"there are no recipes for {task!r}; did you mean {near[0]!r}?"
+    known = [name.split("/")[-1] for name in every if name == f"{task}/ref" or name.startswith(f"{task}/{levels}/")]
+    there = f"{task} has no {levels} recipe for {method!r}, only for {', '.join(known)}"
+    if method not in methods.list():
+        near = difflib.get_close_matches(method, known, 1)
+        return there + (f"; did you mean {near[0]!r}?" if near else "")
+    base = next((name for name in reversed(every) if name.startswith(f"{task}/{levels}/")), f"{task}/ref")
+    return f"{there}; to try it with another recipe's hyperparameters: mirrorquant train {base} method={method}"
 
 
 def _begun(config: Config, folder: Path, options: argparse.Namespace) -> Run:
@@ -387,7 +442,10 @@ def table(options: argparse.Namespace) -> None:
     """Rebuilds the paper's tables from the results."""
     text = results_table(options.results)
     if options.readme:
-        old = options.readme.read_text(encoding="utf-8")
+        try:
+            old = options.readme.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise TableError(f"{options.readme} is not a text in UTF-8: {error.reason}") from error
         options.readme.write_text(with_results(old, text), encoding="utf-8")
         print(f"wrote the results into {options.readme}")
     if options.write:
@@ -484,7 +542,10 @@ def _network(path: Path, builder: str | None = None) -> _Network:
     if state.get("config") != config.text():
         raise ConfigError(f"{best} belongs to another configuration than config.json")
     if config.method == "ref":
-        raise PackError(f"{path} is a float network: only a quantized one has bits to pack")
+        raise PackError(
+            f"{path} is a float network, and only quantized ones can be packed or exported; in Python its weights are "
+            f"mirrorquant.train.checkpoint.load(Path({str(best)!r}))['model'], a state_dict for PyTorch's own tools"
+        )
     images = state.get("images") or _images(config)
     model, opt = _model(config, images["classes"], images["shape"][0])
     model.load_state_dict(state["model"])
@@ -525,15 +586,16 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _pictures(folders: list[Path], rows: list[dict[str, Any]] | None = None, out: Path | None = None) -> list[Path]:
-    """The curves, the histograms, and the bars of a comparison; a hint where matplotlib is missing."""
+    """The curves, the histograms, and the methods side by side; a hint where matplotlib is missing."""
     out = out or folders[0]
+    paths = []
     try:
-        paths = [plots.curves(folders, out / "curves.png")]
+        paths.append(plots.curves(folders, out / "curves.png"))
+        if rows and any(row["method"] != "ref" for row in rows):
+            paths.append(plots.comparison(rows, out / "comparison.png"))
         paths += [plots.histograms(f, f / "weights.png") for f in folders if _has_histograms(f)]
-        paths += [plots.comparison(rows, out / "comparison.png")] if rows else []
     except plots.PlotError as error:
-        print(f"no pictures: {error}")
-        return []
+        print(f"{'not all' if paths else 'no'} pictures: {error}")
     return paths
 
 
@@ -553,17 +615,17 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         return sub
 
     sub = command("train", train, "train a network", "mirrorquant train cifar10/resnet18/binary/md-tanh-s seed=1")
-    sub.add_argument("recipe", nargs="?", help=f"a name from 'mirrorquant recipes'; {DEFAULT} unless told")
-    sub.add_argument("--out", type=Path, help="the run's folder; below runs/ unless told")
+    sub.add_argument("recipe", nargs="?", help=f"a name from 'mirrorquant recipes'; default: {DEFAULT}")
+    sub.add_argument("--out", type=Path, help="the run's folder; default: a new one in runs/")
     sub.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder")
     _common(sub)
     sub = command("compare", compare, "several methods on one task", "mirrorquant compare digits/digitsnet --seeds 3")
     sub.add_argument("task", nargs="?", default="digits/digitsnet", help="data set and model of the recipes")
-    sub.add_argument("--methods", default="ref,bc,md-tanh-s", help="as in the recipes' names, with commas in between")
+    sub.add_argument("--methods", default="ref,bc,md-tanh-s", help="names of recipes, separated by commas")
     sub.add_argument("--levels", default="binary", choices=["binary", "ternary"])
-    sub.add_argument("--seeds", type=_count, default=1, help="how many seeds of each")
-    sub.add_argument("--out", type=Path, help="the folder; below runs/ unless told")
-    sub.add_argument("--resume", action="store_true", help="go on with what is in the folder")
+    sub.add_argument("--seeds", type=_count, default=1, help="runs per method, with seeds 0, 1, ...")
+    sub.add_argument("--out", type=Path, help="folder of the runs; default: runs/compare-TASK")
+    sub.add_argument("--resume", action="store_true", help="continue the comparison in the folder")
     _common(sub)
     sub = command("eval", evaluate, "the best rounded network of a run", "mirrorquant eval runs/NAME --split val")
     sub.add_argument("folder", type=_run, metavar="RUN-OR-FILE", help=f"a run, a packed *{PACKED}, or an *.onnx file")
