@@ -9,16 +9,14 @@ the key: setting it to the width that would be used anyway changes nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 import torch
 
 __all__ = ["compiled"]
 
-Function = TypeVar("Function", bound=Callable[..., object])
 
-
-def compiled(function: Function, *, dynamic: bool | None = None) -> Function:
+def compiled(function: Callable[..., Any], *, dynamic: bool | None = None) -> Callable[..., Any]:
     """The function or module, compiled for this processor."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa  # here, since it imports the compiler, which takes seconds
 
