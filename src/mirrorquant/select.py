@@ -1,12 +1,14 @@
 """Selection: which parameters are quantized, by name pattern and module type.
 
+By default these are the weights of layers that multiply by them; everything else stays in float.
+
 >>> from torch import nn
->>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 2))
->>> floats, quantized = split(model, skip=["3", "*.bias"])
+>>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.PReLU(), nn.Flatten(), nn.Linear(8, 2))
+>>> floats, quantized = split(model, skip=["4"])
 >>> [name for name, _ in quantized["params"]]
 ['0.weight']
 >>> [name for name, _ in floats["params"]]
-['0.bias', '1.weight', '1.bias', '3.weight', '3.bias']
+['0.bias', '1.weight', '1.bias', '2.weight', '4.weight', '4.bias']
 """
 
 from __future__ import annotations
@@ -18,10 +20,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-__all__ = ["NORMS", "split", "unwrapped"]
+__all__ = ["NORMS", "listed", "split", "summarized", "unwrapped"]
 
 NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
+MULTIPLYING: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.modules.conv._ConvNd,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.RNNCellBase,
+)
 
 Pattern = str | type[nn.Module]
 _PARTS = ("_g", "_v", "_orig")  # as torch.nn.utils calls them
@@ -32,9 +44,15 @@ def split(
     *,
     skip: Pattern | Sequence[Pattern] = (),
     only: Pattern | Sequence[Pattern] | None = None,
+    everything: bool = False,
     norms: bool = False,
 ) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer: what stays in float (method ``ref``), and what is quantized.
+
+    By default the weights of two or more dimensions of linear, bilinear, convolutional, attention and recurrent layers
+    (and of subclasses of these) are quantized. Biases, normalization layers, embeddings (also where one is tied to a
+    linear layer), slopes, temperatures, positional embeddings and whatever else custom modules own stay in float.
+    ``print(opt)`` shows what was chosen, and why the rest was not.
 
     A pattern is a shell-style glob, matched against a parameter's full name and the path of each module above it, or a
     module type. ``"fc"`` is the module of that name, ``"*bn*"`` whatever has bn in its path, ``"*.bias"`` all biases,
@@ -43,11 +61,19 @@ def split(
     Args:
         model: any module; one in torch.compile or DistributedDataParallel goes by the names that it has outside.
         skip: patterns of what stays in float.
-        only: patterns of what is quantized, where not everything is.
-        norms: whether the scales and shifts of normalization layers are quantized too.
+        only: patterns that narrow the selection. A pattern that matches nothing in it selects what it does match, so
+            that ``only=["*.weight", "pos_embed", nn.Embedding]`` adds a parameter of that name and all embeddings.
+        everything: select every parameter that is trained, normalization layers apart, as the paper does.
+        norms: also select the scales and shifts of normalization layers.
 
     Returns:
-        One or two groups of named parameters: float first, where there is any. Frozen parameters are in neither.
+        One or two groups of named parameters: float first, where there is any. Frozen parameters are in neither. The
+        float group's ``why`` has a reason for each of its parameters, which ``print(opt)`` shows.
+
+    Example:
+        >>> groups = split(nn.Sequential(nn.Linear(64, 64), nn.PReLU()), everything=True)
+        >>> [[name for name, _ in group["params"]] for group in groups]
+        [['0.weight', '0.bias', '1.weight']]
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is a {type(model).__name__}, expected a torch.nn.Module: pass the model itself")
@@ -56,30 +82,109 @@ def split(
     names = {p: all_names for p, all_names in _names(model).items() if p.requires_grad}
     if not names:
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient: nothing can be quantized")
-    kept = {p for pattern in skip for p in _matching(model, names, pattern)}
-    chosen = set(names) if only is None else {p for pattern in only for p in _matching(model, names, pattern)}
-    if not norms:
-        kept |= {p for module in model.modules() if isinstance(module, NORMS) for p in module.parameters(recurse=False)}
-    chosen -= kept
-    quantized = [(all_names[0], p) for p, all_names in names.items() if p in chosen]
-    floats = [(all_names[0], p) for p, all_names in names.items() if p not in chosen]
+    reasons = _reasons(model, names, everything=everything, norms=norms)
+    if only is not None:
+        allowed = {p for pattern in only for p in _narrowed(_matching(model, names, pattern), reasons)}
+        reasons = {p: "" if p in allowed else "not in only" for p in names}
+        if not norms:
+            reasons |= {p: _NORM for p in _owned(model, NORMS) if p in allowed}
+    reasons |= {p: "skipped" for pattern in skip for p in _matching(model, names, pattern)}
+    quantized = [(all_names[0], p) for p, all_names in names.items() if not reasons[p]]
+    floats = [(all_names[0], p) for p, all_names in names.items() if reasons[p]]
     if not quantized:
-        told = f"skip={_show(skip)}" + ("" if only is None else f" and only={_show(only)}")
-        hint = "" if norms else "; those of normalization layers stay in float unless norms=True"
-        raise ValueError(f"{told}: none of {len(names)} parameters is left to quantize{hint}")
+        raise ValueError(_nothing_left(floats, reasons, skip, only))
     for name, _ in quantized:
-        if "parametrizations" in name.split("."):
-            raise ValueError(
-                f"{name} belongs to a parametrization, so that its layer's weight would not be on levels if it were: "
-                "apply torch.nn.utils.parametrize.remove_parametrizations first, or skip the layer"
-            )
-        if _is_part(model, name):
-            raise ValueError(
-                f"{name} is what its layer's weight is computed from (weight_norm, spectral_norm or pruning), so that "
-                "the weight would not be on levels if it were: remove that first, as by "
-                "torch.nn.utils.remove_weight_norm, or skip the layer"
-            )
-    return ([{"params": floats, "method": "ref"}] if floats else []) + [{"params": quantized}]
+        _refuse_computed(model, name)
+    why = [reasons[p] for _, p in floats]
+    return ([{"params": floats, "method": "ref", "why": why}] if floats else []) + [{"params": quantized}]
+
+
+_NORM, _VECTOR, _EMBEDDING = "normalization", "bias or other vector", "embedding"
+_OTHER = "not a weight of a layer that multiplies"
+
+
+def _reasons(
+    model: nn.Module, names: dict[nn.Parameter, list[str]], *, everything: bool, norms: bool
+) -> dict[torch.Tensor, str]:
+    """Why each parameter stays in float without any pattern; empty for one that is quantized."""
+    multiplied, embedded, normalizing = _multiplied(model), _owned(model, EMBEDDINGS), _owned(model, NORMS)
+    reasons: dict[torch.Tensor, str] = {}
+    for p, all_names in names.items():
+        if is_lazy(p):
+            raise ValueError(f"{all_names[0]} has no shape yet: run one batch through the model, then split it")
+        if p in normalizing:
+            reasons[p] = "" if norms else _NORM
+        elif everything or (p in multiplied and p not in embedded):
+            reasons[p] = ""
+        else:
+            reasons[p] = _EMBEDDING if p in embedded else _VECTOR if p.dim() < 2 else _OTHER
+    return reasons
+
+
+def _owned(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[torch.Tensor]:
+    return {p for module in model.modules() if isinstance(module, kinds) for p in module.parameters(recurse=False)}
+
+
+def _multiplied(model: nn.Module) -> set[torch.Tensor]:
+    """The weights of layers that multiply by them; of a parametrized weight, what it is computed from."""
+    found: set[torch.Tensor] = set()
+    for module in model.modules():
+        if isinstance(module, MULTIPLYING):
+            own = [*module.named_parameters(recurse=False)]
+            for name, computed in getattr(module, "parametrizations", {}).items():
+                own += [(name, p) for p in computed.parameters(recurse=False)]
+            found |= {p for name, p in own if "weight" in name and not is_lazy(p) and p.dim() > 1}
+    return found
+
+
+def _narrowed(matching: set[torch.Tensor], reasons: dict[torch.Tensor, str]) -> set[torch.Tensor]:
+    """Of what a pattern of ``only`` matches, the part that is selected anyway; all of it where there is none."""
+    return {p for p in matching if not reasons[p]} or matching
+
+
+def _nothing_left(
+    floats: list[tuple[str, nn.Parameter]],
+    reasons: dict[torch.Tensor, str],
+    skip: Sequence[Pattern],
+    only: Sequence[Pattern] | None,
+) -> str:
+    given = f"skip={_show(skip)}" + ("" if only is None else f" and only={_show(only)}")
+    said = summarized([(name, reasons[p]) for name, p in floats])
+    hint = "name parameters with only=, or choose everything=True"
+    if _NORM in reasons.values():
+        hint += "; those of normalization layers stay in float unless norms=True"
+    return f"{given}: none of {len(floats)} parameters is left to quantize ({said}): {hint}"
+
+
+def summarized(named: Sequence[tuple[str, str]]) -> str:
+    """Names with reasons in short: the number of names for each reason, and the first ones.
+
+    >>> summarized([("a", "skipped"), ("b", "skipped"), ("c", "skipped"), ("d", "frozen")])
+    '3 skipped (a, b, ...), 1 frozen (d)'
+    """
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in named:
+        by_reason.setdefault(reason, []).append(name)
+    return ", ".join(f"{len(names)} {reason} ({listed(names)})" for reason, names in by_reason.items())
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first two names."""
+    return ", ".join([*names[:2], "..."] if len(names) > 2 else names)
+
+
+def _refuse_computed(model: nn.Module, name: str) -> None:
+    if "parametrizations" in name.split("."):
+        raise ValueError(
+            f"{name} belongs to a parametrization, so that its layer's weight would not be on levels if it were: "
+            "apply torch.nn.utils.parametrize.remove_parametrizations first, or skip the layer"
+        )
+    if _is_part(model, name):
+        raise ValueError(
+            f"{name} is what its layer's weight is computed from (weight_norm, spectral_norm or pruning), so that "
+            "the weight would not be on levels if it were: remove that first, as by "
+            "torch.nn.utils.remove_weight_norm, or skip the layer"
+        )
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

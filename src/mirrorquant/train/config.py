@@ -163,7 +163,10 @@ class Config:
         if not learnt:
             raise ConfigError(f"model {self.model} has no parameter that requires a gradient: nothing can be trained")
         try:
-            groups = [{"params": learnt}] if self.method == "ref" else split(model, skip=self.skip)
+            # The paper quantizes everything in its networks; a custom model may own what must not be.
+            everything = ":" not in self.model
+            named: list[dict[str, Any]] = [{"params": learnt}]
+            groups = named if self.method == "ref" else split(model, skip=self.skip, everything=everything)
         except ValueError as error:
             raise ConfigError(f"skip is {','.join(self.skip)}: {error}") from error
         base: torch.optim.Optimizer
