@@ -28,6 +28,11 @@ os.environ.setdefault(
 )
 
 
+def pytest_configure(config):
+    """Most tests take a few steps of a few weights, which is hardly healthy; those of the warning ask for it."""
+    config.addinivalue_line("filterwarnings", "ignore::mirrorquant.HealthWarning")
+
+
 def anneal_for(method):
     return mq.anneal.linear(0.001, start=0.0) if method == "pq" else mq.anneal.geometric(1.05, every=3)
 

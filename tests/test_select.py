@@ -13,20 +13,96 @@ def names(group):
     return [name for name, _ in group["params"]]
 
 
-def test_everything_but_norms_is_quantized_by_default():
+class Custom(nn.Module):
+    """What S6 is about: parameters of every kind that must not be quantized by accident."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.attention = nn.Embedding(9, 8), nn.MultiheadAttention(8, 2, add_bias_kv=True)
+        self.recurrent, self.cell = nn.LSTM(8, 8, proj_size=4), nn.GRUCell(4, 4)
+        self.up, self.pair, self.slope = nn.ConvTranspose1d(4, 4, 3), nn.Bilinear(4, 4, 2), nn.PReLU(8)
+        self.norm, self.position = nn.LayerNorm(8), nn.Parameter(torch.zeros(1, 5, 8))
+        self.temperature, self.gamma = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(8))
+        self.mixing = nn.Parameter(torch.ones(8, 8))
+
+
+def test_by_default_the_weights_of_layers_that_multiply_are_quantized():
     floats, quantized = mq.split(small_network())
+    assert names(floats) == ["0.bias", "1.weight", "1.bias", "6.bias"]
+    assert names(quantized) == ["0.weight", "3.weight", "6.weight"]
+    slopes, weights = mq.split(nn.Sequential(nn.Linear(64, 64), nn.PReLU()))
+    assert names(slopes) == ["0.bias", "1.weight"]
+    assert names(weights) == ["0.weight"]
+    floats, quantized = mq.split(Custom())
+    assert set(names(quantized)) == {
+        *("attention.in_proj_weight", "attention.out_proj.weight", "recurrent.weight_ih_l0", "recurrent.weight_hh_l0"),
+        *("recurrent.weight_hr_l0", "cell.weight_ih", "cell.weight_hh", "up.weight", "pair.weight"),
+    }
+    reasons = dict(zip(names(floats), floats["why"], strict=True))
+    assert reasons["table.weight"] == "embedding"
+    assert reasons["norm.weight"] == "normalization"
+    assert reasons["temperature"] == reasons["gamma"] == reasons["up.bias"] == "bias or other vector"
+    assert reasons["position"] == reasons["mixing"] == "not a weight of a layer that multiplies"
+
+
+def test_a_subclass_of_a_layer_counts_as_one():
+    class Special(nn.Linear):
+        pass
+
+    assert names(mq.split(nn.Sequential(Special(3, 3)))[1]) == ["0.weight"]
+
+
+def test_the_papers_choice_is_everything_but_norms():
+    floats, quantized = mq.split(small_network(), everything=True)
     assert names(floats) == ["1.weight", "1.bias"]
     assert names(quantized) == ["0.weight", "0.bias", "3.weight", "6.weight", "6.bias"]
-    (everything,) = mq.split(small_network(), norms=True)
-    assert len(names(everything)) == 7
+    (every,) = mq.split(small_network(), everything=True, norms=True)
+    assert len(names(every)) == 7
+    assert "gamma" in names(mq.split(Custom(), everything=True)[1])
+    assert names(mq.split(small_network(), norms=True)[1]) == ["0.weight", "1.weight", "1.bias", "3.weight", "6.weight"]
 
 
 def test_patterns_match_names_modules_and_types():
-    assert names(mq.split(small_network(), skip=["0", "*.bias", nn.Linear])[1]) == ["3.weight"]
-    assert names(mq.split(small_network(), only=[nn.Conv2d], skip=["0.bias"])[1]) == ["0.weight", "3.weight"]
+    assert names(mq.split(small_network(), skip=["0", nn.Linear])[1]) == ["3.weight"]
+    assert names(mq.split(small_network(), only=[nn.Conv2d])[1]) == ["0.weight", "3.weight"]
     assert names(mq.split(small_network(), only="3")[1]) == ["3.weight"]
     nested = nn.ModuleDict({"conv1": nn.Conv2d(1, 1, 1), "layer": nn.ModuleDict({"conv1": nn.Conv2d(1, 1, 1)})})
-    assert names(mq.split(nested, skip=["conv1"])[1]) == ["layer.conv1.weight", "layer.conv1.bias"]
+    chosen = mq.split(nested, skip=["conv1"], everything=True)[1]
+    assert names(chosen) == ["layer.conv1.weight", "layer.conv1.bias"]
+
+
+def test_a_pattern_of_only_that_matches_nothing_selected_selects_what_it_matches():
+    assert names(mq.split(Custom(), only=nn.Embedding)[1]) == ["table.weight"]
+    assert names(mq.split(Custom(), only=["table", "pos*", "up"])[1]) == ["position", "table.weight", "up.weight"]
+    assert names(mq.split(small_network(), only=["*.bias"], skip="6")[1]) == ["0.bias"]
+    assert names(mq.split(Custom(), only="*.weight")[1]) == ["attention.out_proj.weight", "up.weight", "pair.weight"]
+    assert names(mq.split(Custom(), only="slope.weight")[1]) == ["slope.weight"]
+
+
+def test_an_embedding_that_is_tied_to_a_linear_layer_stays_in_float():
+    model = nn.ModuleDict({"embed": nn.Embedding(9, 4), "hidden": nn.Linear(4, 4), "head": nn.Linear(4, 9, bias=False)})
+    model["head"].weight = model["embed"].weight
+    assert names(mq.split(model)[1]) == ["hidden.weight"]
+    assert names(mq.split(model, only=["head", "hidden"])[1]) == ["embed.weight", "hidden.weight"]
+
+
+def test_the_optimizer_shows_what_it_quantizes_and_why_not_the_rest():
+    opt = mq.MirrorDescent(torch.optim.Adam(mq.split(Custom(), skip="pair")), levels=0.1 * mq.TERNARY)
+    first, quantized, floats = repr(opt).split("\n")
+    assert first == "MirrorDescent(Adam, step 0)"
+    assert quantized.startswith("  md-tanh-s, levels -0.1, 0, 0.1: 8 tensors, ")
+    assert quantized.endswith(" weights (attention.in_proj_weight, attention.out_proj.weight, ...)")
+    assert "1 embedding (table.weight)" in floats
+    assert "2 skipped (pair.weight, pair.bias)" in floats
+    assert "2 normalization (norm.weight, norm.bias)" in floats
+    assert all("why" not in group for group in (*opt.param_groups, *opt.base.param_groups))
+
+
+def test_a_model_without_such_layers_says_what_there_is_and_what_to_do():
+    with pytest.raises(ValueError, match=r"1 bias or other vector \(0.weight\).*only=, or choose everything=True"):
+        mq.split(nn.Sequential(nn.PReLU(), nn.BatchNorm1d(3)))
+    with pytest.raises(ValueError, match=r"0\.weight has no shape yet: run one batch"):
+        mq.split(nn.Sequential(nn.LazyLinear(3)))
 
 
 @pytest.mark.parametrize("given", [list, nn.Module.parameters, nn.Module.state_dict])
@@ -39,8 +115,8 @@ def test_tied_parameters_go_by_all_their_names():
     tied = nn.ModuleDict({"embed": nn.Linear(4, 4, bias=False), "hidden": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
     tied["head"].weight = tied["embed"].weight
     floats, quantized = mq.split(tied, skip=["head"])
-    assert names(floats) == ["embed.weight", "head.bias"]
-    assert names(quantized) == ["hidden.weight", "hidden.bias"]
+    assert names(floats) == ["embed.weight", "hidden.bias", "head.bias"]
+    assert names(quantized) == ["hidden.weight"]
 
 
 def test_a_parametrized_weight_is_refused_unless_skipped():
@@ -48,8 +124,8 @@ def test_a_parametrized_weight_is_refused_unless_skipped():
     with pytest.raises(ValueError, match=r"1\.parametrizations\.weight\.original0 .*\.remove_parametrizations"):
         mq.split(model)
     floats, quantized = mq.split(model, skip=["1"])
-    assert names(quantized) == ["0.weight", "0.bias"]
-    assert len(names(floats)) == 3
+    assert names(quantized) == ["0.weight"]
+    assert len(names(floats)) == 4
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
@@ -65,7 +141,7 @@ def test_what_a_hook_computes_the_weight_from_is_refused_unless_skipped(wrap, pa
     model = nn.Sequential(nn.Linear(3, 4), wrap(nn.Linear(4, 2)))
     with pytest.raises(ValueError, match=rf"1\.{part} is what its layer's weight is computed from"):
         mq.split(model)
-    assert names(mq.split(model, skip=["1"])[1]) == ["0.weight", "0.bias"]
+    assert names(mq.split(model, skip=["1"])[1]) == ["0.weight"]
 
 
 def test_a_compiled_model_goes_by_its_own_names():

@@ -7,6 +7,8 @@ one bit a weight.
 
 from mirrorquant import anneal, methods, mirrors, models, nn, theory
 from mirrorquant._version import __version__
+from mirrorquant.calibration import recalibrate
+from mirrorquant.health import HealthWarning, health
 from mirrorquant.levels import BINARY, TERNARY, Levels
 from mirrorquant.methods import Method
 from mirrorquant.mirrors import Mirror, mirror_from
@@ -17,6 +19,7 @@ from mirrorquant.select import split
 __all__ = [
     "BINARY",
     "TERNARY",
+    "HealthWarning",
     "Levels",
     "Method",
     "Mirror",
@@ -26,6 +29,7 @@ __all__ = [
     "__version__",
     "anneal",
     "export",
+    "health",
     "load",
     "methods",
     "mirror_from",
@@ -33,6 +37,7 @@ __all__ = [
     "models",
     "nn",
     "pack",
+    "recalibrate",
     "save",
     "split",
     "theory",

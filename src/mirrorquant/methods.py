@@ -89,8 +89,8 @@ class Method:
         weight.copy_(self.project(latent, beta))
 
     def round(self, latent: Tensor, beta: Beta) -> Tensor:
-        """The quantized weight: the level nearest to the weight."""
-        return self.levels.nearest(self.project(latent, beta))
+        """The quantized weight: the level nearest to the weight; NaN stays NaN."""
+        return nearest_or_nan(self.levels, self.project(latent, beta))
 
 
 class REF(Method):
@@ -122,6 +122,10 @@ class BC(Method):
         """dL/dw where q_min ≤ w̃ ≤ q_max, else 0."""
         inside = (latent >= self.levels[0]) & (latent <= self.levels[-1])
         return grad * inside if grad.is_sparse else torch.where(inside, grad, 0.0)
+
+    def round(self, latent: Tensor, beta: Beta) -> Tensor:
+        """The nearest level; NaN stays NaN."""
+        return nearest_or_nan(self.levels, latent)
 
 
 class PQ(Method):
@@ -188,8 +192,8 @@ class MDTanhS(MD):
             super().write(weight, latent, beta)
 
     def round(self, latent: Tensor, beta: Beta) -> Tensor:
-        """The level nearest to w̃, where annealing leads: sign(w̃) for {−1, 1}."""
-        return self.levels.nearest(latent)
+        """The level nearest to w̃, where annealing leads: sign(w̃) for {−1, 1}; NaN stays NaN."""
+        return nearest_or_nan(self.levels, latent)
 
 
 class GDTanh(MDTanhS):
@@ -259,6 +263,15 @@ class MDTanhPrimal(MDTanh):
         return centre + radius * torch.atanh(w)
 
 
+def nearest_or_nan(levels: Levels, weight: Tensor) -> Tensor:
+    """The nearest level, but NaN where there is no number: a diverged weight must not pass for a quantized one.
+
+    >>> nearest_or_nan(BINARY, torch.tensor([0.3, float("nan")]))
+    tensor([1., nan])
+    """
+    return torch.where(weight.isnan(), weight, levels.nearest(weight))
+
+
 def in_place(weight: Tensor) -> bool:
     """Whether projecting in place pays: on a CPU the pages of temporaries cost more than the arithmetic."""
     return weight.dtype == torch.float32 and weight.device.type == "cpu"
@@ -325,11 +338,11 @@ class MDSoftmaxS(MD):
             weight.copy_(self.project(latent, beta))
 
     def round(self, latent: Lifted, beta: Beta) -> Tensor:
-        """The most probable level; a tie goes up, as everywhere."""
+        """The most probable level; a tie goes up, as everywhere, and NaN stays NaN."""
         weight, best = torch.full_like(latent[0], self.levels[0]), latent[0]
         for level, value in zip(self.levels[1:], latent[1:], strict=True):
             weight, best = torch.where(value >= best, level, weight), torch.maximum(best, value)
-        return weight
+        return torch.where(best.isnan(), best, weight)
 
 
 class PMF(MDSoftmaxS):
@@ -398,6 +411,50 @@ class MDSoftmaxPrimal(MDSoftmax):
     def settle(self, latent: Lifted, beta: Beta, lr: Beta) -> Lifted:
         """log u of the rounded u = softmax(v), which is −∞ where a probability has underflown to 0."""
         return gather(latent, [torch.log(u) for u in self.probabilities(latent, 1.0)])
+
+
+def refuse_bad_hooks(method: Method, weight: Tensor, beta: Beta, name: str) -> Tensor:
+    """A weight's first latent, once each hook has given what it must: the right shape, numbers, and no NaN.
+
+    Args:
+        method: the method, custom or not.
+        weight: a float32 or float64 copy of the weight.
+        beta: the β to start with.
+        name: the weight's, for the message.
+    """
+    if bool(weight.isnan().any()):
+        raise ValueError(f"{name} holds NaN, so that there is nothing to quantize: initialize or load the model again")
+    latent = _given(method, "lift", name, method.lift(weight))
+    lifted = latent.shape[latent.dim() - weight.dim() :]
+    if lifted != weight.shape:
+        raise ValueError(_wrong(method, "lift", name, f"shape {tuple(latent.shape)}", f"(..., *{tuple(weight.shape)})"))
+    hooks = {
+        "project": (lambda: method.project(latent, beta), weight.shape),
+        "round": (lambda: method.round(latent, beta), weight.shape),
+        "pull_back": (lambda: method.pull_back(torch.ones_like(weight), latent, beta), latent.shape),
+    }
+    for hook, (result, shape) in hooks.items():
+        given = _given(method, hook, name, result())
+        if given.shape != shape:
+            raise ValueError(_wrong(method, hook, name, f"shape {tuple(given.shape)}", f"{tuple(shape)}"))
+        if hook != "pull_back" and not bool(given.isfinite().all()):
+            raise ValueError(_wrong(method, hook, name, "NaN or inf", "finite numbers"))
+    return latent.clone()
+
+
+def _given(method: Method, hook: str, name: str, value: object) -> Tensor:
+    """A hook's result, which must be a tensor of floating-point numbers without NaN."""
+    if not isinstance(value, Tensor):
+        raise TypeError(_wrong(method, hook, name, f"a {type(value).__name__}", "a tensor"))
+    if not value.is_floating_point():
+        raise TypeError(_wrong(method, hook, name, str(value.dtype), "a floating-point dtype"))
+    if bool(value.isnan().any()):
+        raise ValueError(_wrong(method, hook, name, "NaN", "numbers"))
+    return value.detach()
+
+
+def _wrong(method: Method, hook: str, name: str, given: str, expected: str) -> str:
+    return f"{type(method).__name__}.{hook} returned {given} for {name}, expected {expected}: correct the method"
 
 
 def get(method: str | Method, levels: Iterable[float] | None = None) -> Method:

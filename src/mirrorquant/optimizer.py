@@ -18,10 +18,27 @@ tensor([-1.,  1.])
 
 What the gradient scaler, gradient clipping and learning-rate schedulers look at are the groups of this optimizer: they
 hold the model's parameters. The base optimizer's groups hold the latents; hyperparameters are copied across each step.
+
+The latents own the weights, so weights that are changed behind the optimizer's back are an error at the next step. For
+early stopping, save both states and load both, in either order:
+
+>>> import copy
+>>> opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model), lr=0.1), anneal=mq.anneal.geometric(1.5))
+>>> best = copy.deepcopy((model.state_dict(), opt.state_dict()))
+>>> for _ in range(20):
+...     model(torch.ones(8, 4)).square().mean().backward()
+...     opt.step()
+>>> model.load_state_dict(best[0])
+<All keys matched successfully>
+>>> opt.load_state_dict(best[1])
+
+A ``model.state_dict()`` saved inside ``quantized()`` is on the levels already: load it and call ``finalize()``, which
+takes such weights as they are.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -36,13 +53,17 @@ from mirrorquant import anneal as _anneal
 from mirrorquant import methods
 from mirrorquant.anneal import Schedule
 from mirrorquant.levels import Levels
+from mirrorquant.health import HealthWarning, advice, health
 from mirrorquant.methods import REF, Method
 from mirrorquant.mirrors import Beta
+from mirrorquant.select import listed, summarized
 
 __all__ = ["MirrorDescent"]
 
 Closure = Callable[[], Any]
 _OURS = ("method", "anneal", "beta")
+_SAVED = ("levels", "steps", "finalized", "base_class", "fresh", "kept")  # beside these, in the groups of a state
+_LATENT = "latent"
 
 
 class Quantized(NamedTuple):
@@ -60,16 +81,20 @@ class MirrorDescent(Optimizer):
     """Trains quantized weights with any torch optimizer.
 
     Constructing it makes each quantized weight the image of its latent, so that the weights change at once. From then
-    on the latents own the weights: load a pretrained model before, not after.
+    on the latents own the weights: load a pretrained model before, not after. ``print(opt)`` shows what is quantized to
+    which levels, and what stays in float.
 
     Args:
         base: a fresh torch optimizer over the model's parameters, as in ``torch.optim.Adam(mq.split(model), lr=1e-3)``.
             A group may carry ``method``, ``levels`` and ``anneal`` of its own; ``method="ref"`` leaves it in float.
         method: a name from ``mq.methods.list()``, or a ``Method`` object.
-        levels: the quantization levels for methods given by name; binary unless told.
+        levels: the quantization levels for methods given by name; binary by default.
         anneal: β as a function of the step.
         check_gradients: refuse a step with NaN or infinite gradients (one read of the gradients; a synchronization
             on CUDA). Skipped in compiled steps.
+
+    Warns:
+        HealthWarning: the initial weights are too small for the levels, so that they all round to one of them.
     """
 
     base: Optimizer
@@ -100,19 +125,24 @@ class MirrorDescent(Optimizer):
         self.base, self.steps, self.finalized = base, 0, False
         self._check_gradients, self._levels = check_gradients, levels
         self._constructed = self._inside_quantized = False
+        self._versions: dict[Tensor, tuple[int, int]] = {}
+        self._why: dict[Tensor, str] = {}
         groups = [dict(group) for group in base.param_groups]
         super().__init__(groups, {**base.defaults, "method": method, "anneal": anneal})
         if not isinstance(methods.get(method), REF) and not self.state:
             raise ValueError(f"method is {method!r}, but no parameter is left to quantize: all groups are 'ref'")
         for ours, theirs in zip(self.param_groups, base.param_groups, strict=True):
             theirs["params"][:] = self._moved(ours)  # in place: LBFGS keeps the list
-            for key in (*_OURS, "levels"):
+            for key in (*_OURS, "levels", "why"):
                 theirs.pop(key, None)
         if base.state:  # Adagrad's begins with the optimizer: that of the latents
             base.state.clear()
             base.state.update(type(base)([dict(group) for group in base.param_groups], **base.defaults).state)
         self._constructed = True
+        found = advice(self, self.state)
         self._write(rounded=False)
+        if found:
+            warnings.warn(found, HealthWarning, stacklevel=2)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, quantized by its own ``method``, ``levels`` and ``anneal``, or by the optimizer's.
@@ -121,7 +151,10 @@ class MirrorDescent(Optimizer):
         """
         if self._inside_quantized:
             raise RuntimeError("add_param_group() was called inside quantized(): leave the context first")
+        if self._constructed:
+            self._refuse_changed("add_param_group()")
         group = dict(param_group)
+        why = group.pop("why", ())
         method = group.get("method", self.defaults["method"])
         by_name = isinstance(method, str)
         group["method"] = method = methods.get(method, group.pop("levels", self._levels if by_name else None))
@@ -131,18 +164,23 @@ class MirrorDescent(Optimizer):
         self._refuse_decay({**self.defaults, **group})
         super().add_param_group(group)
         try:
-            learnt = [p for p in group["params"] if p.requires_grad and not isinstance(method, REF)]
-            latents = {p: self._new_latent(p, method) for p in learnt}
+            named = zip(self._names(len(self.param_groups) - 1), group["params"], strict=True)
+            learnt = [(n, p) for n, p in named if p.requires_grad and not isinstance(method, REF)]
+            latents = {p: self._new_latent(p, method, group["beta"], name) for name, p in learnt}
         except BaseException:
             self.param_groups.pop()
             raise
         for p, latent in latents.items():
-            self.state[p]["latent"] = latent
+            self.state[p][_LATENT] = latent
+        self._why.update(zip(group["params"], why, strict=False))
         self._set_beta(group, group["beta"])
         if self._constructed:
             theirs = {k: v for k, v in group.items() if k not in _OURS}
             self.base.add_param_group({**theirs, "params": self._moved(group)})
+            found = advice(self, latents)
             self._write(rounded=False)
+            if found:
+                warnings.warn(found, HealthWarning, stacklevel=2)
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
@@ -162,7 +200,8 @@ class MirrorDescent(Optimizer):
             loss = self.base.step(lambda: self._evaluate(closure))
         self._settle()
         self._advance(betas)
-        self._write(rounded=False)
+        self._put(rounded=False)
+        self._remember()
         return loss
 
     @contextmanager
@@ -171,10 +210,12 @@ class MirrorDescent(Optimizer):
         if self._inside_quantized:
             yield
             return
+        self._refuse_changed("quantized()")
         self._write(rounded=True)
         self._inside_quantized = True
         try:
             yield
+            self._refuse_changed("leaving quantized()")
         finally:
             self._inside_quantized = False
             self._write(rounded=False)
@@ -182,18 +223,46 @@ class MirrorDescent(Optimizer):
     def finalize(self) -> None:
         """Rounds for good: each quantized weight is now exactly one of its levels, which is checked.
 
-        Steps after it train what stayed in float, as ProxQuant does at the end.
+        Steps after it train what stayed in float, as ProxQuant does at the end. Weights that were loaded into the model
+        meanwhile are taken as they are where they are on their levels already, and are an error where they are not.
+
+        Batch-norm statistics are still those of the soft weights, and lag behind those too: where accuracy drops here,
+        :func:`mirrorquant.recalibrate` takes them anew from data.
+
+        Raises:
+            RuntimeError: a weight was changed behind the optimizer's back, or is NaN; nothing was rounded.
+
+        Warns:
+            HealthWarning: rounding changed the network much, or left a tensor with one level.
         """
-        for q in self._quantized():
-            for name, latent in zip(q.names, q.latents, strict=True):
-                if bool(torch.isnan(latent).any()):  # infinite is where a primal point has reached its level
-                    raise RuntimeError(f"the latent of {name} holds NaN: training diverged; nothing was rounded")
+        with torch.no_grad():
+            taken = {} if self.finalized else self._taken()
+            for q in self._quantized():
+                for name, weight, latent in zip(q.names, q.weights, q.latents, strict=True):
+                    self._refuse_unrounded(q, name, weight, taken.get(latent, latent))
+            for latent, own in taken.items():
+                latent.copy_(own)
+        found = [] if self.finalized else health(self).problems
         self._write(rounded=True)
-        for q in self._quantized():
-            for name, weight in zip(q.names, q.weights, strict=True):
-                if not q.method.levels.holds(weight):
-                    raise RuntimeError(f"{type(q.method).__name__}.round left {name} off its {q.method.levels}")
         self.finalized = True
+        if found:
+            warnings.warn("; ".join(found), HealthWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        """What is quantized by which method to which levels, what stays in float, and why."""
+        lines = [f"MirrorDescent({type(self.base).__name__}, step {self.steps}{', finalized' * self.finalized})"]
+        floats: list[tuple[str, str]] = []
+        for index, group in enumerate(self.param_groups):
+            method: Method = group["method"]
+            named = [*zip(self._names(index), group["params"], strict=True)]
+            moved = [(name, p) for name, p in named if p in self.state]
+            if moved:
+                levels, count = ", ".join(f"{q:g}" for q in method.levels), sum(p.numel() for _, p in moved)
+                told = f"{len(moved)} tensors, {count:,} weights ({listed([name for name, _ in moved])})"
+                lines.append(f"  {method.name or type(method).__name__}, levels {levels}: {told}")
+            usual = "method 'ref'" if isinstance(method, REF) else "frozen"
+            floats += [(name, self._why.get(p, usual)) for name, p in named if p not in self.state]
+        return "\n".join(lines + [f"  float: {summarized(floats)}"] * bool(floats))
 
     @property
     def beta(self) -> float:
@@ -202,7 +271,7 @@ class MirrorDescent(Optimizer):
 
     def latent(self, weight: Tensor) -> Tensor:
         """The latent tensor of a quantized parameter."""
-        latent: Tensor | None = self.state.get(weight, {}).get("latent")
+        latent: Tensor | None = self.state.get(weight, {}).get(_LATENT)
         if latent is None:
             raise KeyError(f"the parameter of shape {tuple(weight.shape)} is not quantized by this optimizer")
         return latent
@@ -227,12 +296,95 @@ class MirrorDescent(Optimizer):
             if not self.finalized:
                 self._set_beta(ours, beta)
 
-    @torch.no_grad()
     def _write(self, *, rounded: bool) -> None:
+        """weight = project(latent), or round(latent), as it is known from now on."""
+        self._put(rounded=rounded)
+        self._remember()
+
+    @torch.no_grad()
+    def _put(self, *, rounded: bool) -> None:
         """weight = project(latent), or round(latent); once finalized, the weights stay."""
         if not self.finalized:
             for q in self._quantized():
                 (_round if rounded else _project)(q.method, q.weights, q.latents, q.beta)
+
+    # Weights that were changed behind the optimizer's back.
+
+    def _remember(self) -> None:
+        """The versions of weights and latents as they are now: any change in place will show."""
+        self._versions = {w: (w._version, state[_LATENT]._version) for w, state in self.state.items()}
+
+    def _version(self, weight: Tensor) -> int:
+        """The version that a weight had when it was written last; -1 for that of a copied optimizer."""
+        return self._versions.get(weight, (-1, -1))[0]
+
+    def _refuse_changed(self, doing: str) -> None:
+        """Raises where a weight is no longer what was written, so that the latent's image would undo the change."""
+        if all(self._version(weight) == weight._version for weight in self.state):
+            return
+        for q in self._quantized():
+            for name, weight, latent in zip(q.names, q.weights, q.latents, strict=True):
+                if self._version(weight) != weight._version and not self._is_ours(q, weight, latent):
+                    raise RuntimeError(self._changed(name, doing))
+        self._remember()
+
+    def _taken(self) -> dict[Tensor, Tensor]:
+        """The latents of weights that were replaced by levels, with what takes their place; refuses other changes.
+
+        The values count here, since a version does not tell of changes through ``.data``.
+        """
+        taken = {}
+        for q in self._quantized():
+            for name, weight, latent in zip(q.names, q.weights, q.latents, strict=True):
+                if self._is_ours(q, weight, latent):
+                    continue
+                own, diverged = q.method.lift(_wide(weight)), bool(_local(latent).isnan().any())
+                if not q.method.levels.holds(weight.detach()) or not _equal(weight, q.method.round(own, q.beta)):
+                    raise RuntimeError(_diverged(name) if diverged else self._changed(name, "finalize()"))
+                taken[latent] = own
+        return taken
+
+    @torch.no_grad()
+    def _is_ours(self, q: Quantized, weight: Tensor, latent: Tensor) -> bool:
+        """Whether a weight still is the image of its latent, or the rounded one; once finalized, whether on its levels.
+
+        Up to rounding, since another device, compiler or number of threads may have computed it; where the version
+        does not tell of a change, up to a conversion to half precision and back.
+        """
+        if self.finalized:
+            return q.method.levels.holds(weight.detach())
+        unchanged = self._version(weight) == weight._version
+        if unchanged and self._versions[weight][1] != latent._version:
+            return True  # it is the latent that was changed
+        tolerance = 2.0**-8 if unchanged else 8 * torch.finfo(weight.dtype).eps
+        image = q.method.project(latent, q.beta)
+        size = tolerance * max(map(abs, q.method.levels))
+        return _close(weight, image, tolerance, size) or _equal(weight, q.method.round(latent, q.beta))
+
+    def _changed(self, name: str, doing: str) -> str:
+        if self.finalized:
+            return (
+                f"{name} is off its levels, although the optimizer is finalized: it was changed after finalize(), by "
+                "model.load_state_dict() perhaps. Load weights that are on their levels, or build a new MirrorDescent"
+            )
+        return (
+            f"{name} was changed since the optimizer wrote it (by model.load_state_dict(), an initialization or an "
+            f"average of weights?), but its latent was not: {doing} would undo the change. To go back to an earlier "
+            "state, load model.state_dict() and opt.state_dict(), saved together, in either order; weights that are "
+            "all on their levels can be kept by finalize(); for any others, build a new MirrorDescent after loading"
+        )
+
+    def _refuse_unrounded(self, q: Quantized, name: str, weight: Tensor, latent: Tensor) -> None:
+        """Raises where rounding would not give levels."""
+        if bool(_local(latent).isnan().any()):  # infinite is where a primal point has reached its level
+            raise RuntimeError(_diverged(name))
+        kind = type(q.method).__name__
+        if bool(_local(q.method.project(latent, q.beta)).isnan().any()):
+            raise RuntimeError(f"{kind}.project gives NaN for {name} at beta {float(q.beta):g}; nothing was rounded")
+        if self.finalized and not q.method.levels.holds(weight.detach()):
+            raise RuntimeError(self._changed(name, "finalize()"))
+        if not self.finalized and not q.method.levels.holds(q.method.round(latent, q.beta).to(weight.dtype)):
+            raise RuntimeError(f"{kind}.round left {name} off its {q.method.levels}; nothing was rounded")
 
     # What they need.
 
@@ -241,7 +393,7 @@ class MirrorDescent(Optimizer):
             if not isinstance(group["method"], REF):
                 named = [(n, p) for n, p in zip(self._names(index), group["params"], strict=True) if p in self.state]
                 names, weights = [name for name, _ in named], [weight for _, weight in named]
-                latents = [self.state[p]["latent"] for p in weights]
+                latents = [self.state[p][_LATENT] for p in weights]
                 yield Quantized(names, weights, latents, group["method"], group["beta"], group.get("lr", 1.0))
 
     def _names(self, index: int) -> list[str]:
@@ -250,17 +402,17 @@ class MirrorDescent(Optimizer):
 
     def _moved(self, group: dict[str, Any]) -> list[Tensor]:
         """What the base optimizer moves: the latents, or the weights themselves where they stay in float."""
-        return [self.state.get(p, {}).get("latent", p) for p in group["params"]]
+        return [self.state.get(p, {}).get(_LATENT, p) for p in group["params"]]
 
-    def _new_latent(self, weight: Tensor, method: Method) -> Tensor:
+    def _new_latent(self, weight: Tensor, method: Method, beta: Beta, name: str) -> Tensor:
         """A float32 (float64 for float64) tensor, in the weight's layout."""
         if not weight.is_floating_point():
-            raise TypeError(f"a parameter is {weight.dtype}, but only floating-point parameters can be quantized")
+            raise TypeError(f"{name} is {weight.dtype}, but only floating-point parameters can be quantized")
         levels = method.levels.tensor(weight)
         if len(set(levels.tolist())) < len(levels) or not bool(levels.isfinite().all()):
             raise ValueError(f"{method.levels} are not finite and distinct in {weight.dtype}: choose others")
-        wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-        return method.lift(wide).clone()
+        with torch.no_grad():
+            return methods.refuse_bad_hooks(method, _wide(weight), beta, name)
 
     def _evaluate(self, closure: Closure) -> Any:
         self._write(rounded=False)
@@ -277,6 +429,7 @@ class MirrorDescent(Optimizer):
                 "step() cannot be captured in a CUDA graph: each replay would use the same beta. Capture the forward "
                 "and backward pass and step outside, or train with mirrorquant.train, whose fast step brings beta along"
             )
+        self._refuse_changed("step()")
         betas = [_beta(group["anneal"], group["method"], self.steps + 1) for group in self.param_groups]
         for index, group in enumerate(self.param_groups):
             self._refuse_decay(group)
@@ -324,9 +477,8 @@ class MirrorDescent(Optimizer):
     def _refuse_bad_gradients(self) -> None:
         if torch.compiler.is_compiling():
             return
-        groups = enumerate(self.param_groups)
-        named = [pair for i, group in groups for pair in zip(self._names(i), group["params"], strict=True)]
-        grads = [(n, p.grad._values() if p.grad.is_sparse else p.grad) for n, p in named if p.grad is not None]
+        grads = [(n, p.grad) for n, p in self._named() if p.grad is not None]
+        grads = [(n, grad._values() if grad.is_sparse else grad) for n, grad in grads]
         sums = [grad.sum().to(grads[0][1].device, torch.float64) for _, grad in grads]
         if not sums or bool(torch.stack(sums).isfinite().all()):
             return
@@ -340,14 +492,55 @@ class MirrorDescent(Optimizer):
     # Saving and loading.
 
     def state_dict(self) -> dict[str, Any]:
-        """Latents, hyperparameters, β, the step count and the base optimizer's state; loads with weights_only."""
-        state = super().state_dict()
-        for group in state["param_groups"]:
+        """Latents, hyperparameters, β, the step count and the base optimizer's state; loads with weights_only.
+
+        All of it is in ``state``, by parameter, and in ``param_groups``, which is what torch.distributed.checkpoint
+        keeps of an optimizer.
+        """
+        try:
+            self._refuse_changed("loading it")
+        except RuntimeError as error:  # not an error: tools ask for a state before they load one
+            warnings.warn(f"the optimizer's state does not belong to the model's weights: {error}", stacklevel=2)
+        state, base = super().state_dict(), self.base.state_dict()
+        fresh = self.steps == 0 and not self.base.state
+        kept = self._unstepped() if fresh else base["state"]
+        place = 0
+        for group, live in zip(state["param_groups"], self.param_groups, strict=True):
             method: Method = group.pop("method")
             del group["anneal"]
             group.update(method=type(method).__name__, levels=tuple(method.levels), beta=float(group["beta"]))
-        saved = {"base": self.base.state_dict(), "base_class": type(self.base).__name__}
-        return {**state, **saved, "steps": self.steps, "finalized": self.finalized}
+            group.update(steps=self.steps, finalized=self.finalized, base_class=type(self.base).__name__, fresh=fresh)
+            group["kept"] = 0
+            for _ in live["params"]:
+                entries = kept.get(place, {})
+                if _LATENT in entries:
+                    raise ValueError(f"{type(self.base).__name__} keeps a {_LATENT!r} of its own: it cannot be saved")
+                state["state"].setdefault(place, {}).update(entries)
+                group["kept"] += len(entries)
+                place += 1
+        extra = {k: v for k, v in base.items() if k not in ("state", "param_groups")}
+        return {**state, "base": extra} if extra else state
+
+    def _unstepped(self) -> dict[int, dict[str, Any]]:
+        """What the base optimizer will keep for each parameter: from a step of a copy, with gradients of zero.
+
+        Loading ignores it. It is there for torch.distributed.checkpoint, which loads into the tensors of the state of
+        a new optimizer, and nothing for which there are none.
+        """
+        moved = [p for group in self.base.param_groups for p in group["params"]]
+        zeros = {id(p): torch.zeros_like(p) for p in moved}
+        for _, p in self._named():
+            if p.requires_grad or p in self.state:
+                zero = zeros[id(self.state.get(p, {}).get(_LATENT, p))]
+                zero.grad = torch.zeros_like(zero)
+        try:
+            twin = copy.deepcopy(self.base, {**zeros})
+            with torch.no_grad():
+                twin.step()
+        except Exception:  # it needs a closure, as LBFGS does: a state that lacks something is refused when loaded
+            return {}
+        state: dict[int, dict[str, Any]] = twin.state_dict()["state"]
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a state of the same methods, levels and shapes; training goes on bit-exactly."""
@@ -357,16 +550,17 @@ class MirrorDescent(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self._refuse_other_state(state_dict)
-        steps, finalized, groups = state_dict["steps"], state_dict["finalized"], state_dict["param_groups"]
+        groups, states = self._understood(state_dict)
+        steps, finalized = groups[0]["steps"], groups[0]["finalized"]
         betas = [_beta(group["anneal"], group["method"], steps) for group in self.param_groups]
-        self.base.load_state_dict(state_dict["base"])
-        for index, weight in enumerate(p for group in self.param_groups for p in group["params"]):
+        self._load_base(groups, states, state_dict.get("base", {}))
+        for (_, weight), state in zip(self._named(), states, strict=True):
             if weight in self.state:
-                self.state[weight]["latent"].copy_(state_dict["state"][index]["latent"])
+                self.state[weight][_LATENT].copy_(state[_LATENT])
         self.steps, self.finalized = steps, False
+        not_theirs = (*_OURS, *_SAVED, "params", "param_names")
         for group, saved, beta in zip(self.param_groups, groups, betas, strict=True):
-            group.update({k: v for k, v in saved.items() if k not in (*_OURS, "levels", "params", "param_names")})
+            group.update({k: v for k, v in saved.items() if k not in not_theirs})
             self._set_beta(group, saved["beta"] if finalized else beta)
             if beta != saved["beta"] and not finalized and not isinstance(group["method"], REF):
                 warnings.warn(
@@ -379,34 +573,102 @@ class MirrorDescent(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _refuse_other_state(self, state_dict: dict[str, Any]) -> None:
-        missing = {"state", "param_groups", "base", "base_class", "steps", "finalized"} - set(state_dict)
-        if missing:
-            raise ValueError(f"this is no state of MirrorDescent: {', '.join(sorted(missing))} missing")
-        if state_dict["base_class"] != type(self.base).__name__:
-            raise ValueError(
-                f"the state is of a {state_dict['base_class']}, but the base is a {type(self.base).__name__}"
-            )
-        saved = [(g["method"], tuple(g["levels"]), len(g["params"])) for g in state_dict["param_groups"]]
+    def _load_base(self, groups: list[dict[str, Any]], states: list[dict[str, Any]], extra: dict[str, Any]) -> None:
+        """The base optimizer's own state and groups, out of a state of this optimizer."""
+        base = self.base.state_dict()
+        for theirs, saved in zip(base["param_groups"], groups, strict=True):
+            theirs.update({k: saved[k] for k in theirs if k in saved and k not in ("params", "param_names")})
+        kept = {} if groups[0]["fresh"] else {i: _without_latent(state) for i, state in enumerate(states)}
+        base["state"] = {i: entries for i, entries in kept.items() if entries}
+        self.base.load_state_dict({**base, **{k: v for k, v in extra.items() if k not in base}})
+
+    def _understood(self, state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The groups of a state, and what it holds for each parameter in order; refuses what does not fit here."""
+        if {"state", "param_groups", "base", "base_class", "steps", "finalized"} <= set(state_dict):
+            state_dict = _from_version_0_1(state_dict)
+        groups: list[dict[str, Any]] = state_dict.get("param_groups", [])
+        missing = {k for k in ("method", "beta", *_SAVED) if any(k not in group for group in groups)}
+        if missing or not groups or "state" not in state_dict:
+            lacking = ", ".join(sorted(missing)) or "state or param_groups"
+            raise ValueError(f"this is no state of MirrorDescent: {lacking} missing")
+        if groups[0]["base_class"] != type(self.base).__name__:
+            raise ValueError(f"the state is of a {groups[0]['base_class']}, but the base is a {type(self.base).__name__}")
+        saved = [(g["method"], tuple(g["levels"]), len(g["params"])) for g in groups]
         here = [(type(g["method"]).__name__, tuple(g["method"].levels), len(g["params"])) for g in self.param_groups]
         if saved != here:
             raise ValueError(
                 f"the state was saved with (method, levels, parameters) {saved}, but this optimizer has {here}: "
                 "build it as it was"
             )
-        for index, weight in enumerate(p for group in self.param_groups for p in group["params"]):
-            mine = getattr(self.state.get(weight, {}).get("latent"), "shape", None)
-            theirs = getattr(state_dict["state"].get(index, {}).get("latent"), "shape", None)
+        states = [state_dict["state"].get(key, {}) for group in groups for key in group["params"]]
+        for index, ((_, weight), state) in enumerate(zip(self._named(), states, strict=True)):
+            mine = getattr(self.state.get(weight, {}).get(_LATENT), "shape", None)
+            theirs = getattr(state.get(_LATENT), "shape", None)
             if mine != theirs:
                 raise ValueError(
                     f"the saved latent of parameter {index} has shape {theirs}, but this model needs {mine}"
                 )
+        kept = sum(len(_without_latent(state)) for state in states)
+        if kept != sum(group["kept"] for group in groups):
+            raise ValueError(
+                f"the state holds {kept} entries of {groups[0]['base_class']}, but {sum(g['kept'] for g in groups)} were "
+                "saved: the rest was lost on the way, so that training could not go on as it was"
+            )
+        return groups, states
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        """All parameters of all groups, with their names."""
+        groups = enumerate(self.param_groups)
+        return [pair for i, group in groups for pair in zip(self._names(i), group["params"], strict=True)]
 
     def __getstate__(self) -> dict[str, Any]:
         if self._inside_quantized:
             raise RuntimeError("the optimizer was copied or pickled inside quantized(): leave the context first")
         # A scheduler patches ``step`` into the instance; like torch's own optimizers, a copy does without it.
         return {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_versions": {}})  # a copied weight counts its changes from the start
+
+
+def _without_latent(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key != _LATENT}
+
+
+def _from_version_0_1(old: dict[str, Any]) -> dict[str, Any]:
+    """A state in which the base optimizer's state, the step count and ``finalized`` stood apart, in today's form."""
+    kept, state = old["base"]["state"], old["state"]
+    common = {key: old[key] for key in ("steps", "finalized", "base_class")}
+    groups = []
+    for group in old["param_groups"]:
+        count = sum(len(kept.get(i, {})) for i in group["params"])
+        groups.append({**group, **common, "fresh": False, "kept": count})
+    indices = [i for group in old["param_groups"] for i in group["params"]]
+    extra = {k: v for k, v in old["base"].items() if k not in ("state", "param_groups")}
+    return {"state": {i: {**state.get(i, {}), **kept.get(i, {})} for i in indices}, "param_groups": groups, "base": extra}
+
+
+def _diverged(name: str) -> str:
+    return f"the latent of {name} holds NaN: training diverged; nothing was rounded"
+
+
+def _wide(weight: Tensor) -> Tensor:
+    """In float32, or in float64 if it is."""
+    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """A distributed tensor's part in this process; any other as it is."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def _close(weight: Tensor, image: Tensor, relative: float, absolute: float) -> bool:
+    return torch.allclose(_local(_wide(weight)), _local(_wide(image)), relative, absolute, equal_nan=True)
+
+
+def _equal(weight: Tensor, rounded: Tensor) -> bool:
+    return torch.equal(_local(weight), _local(rounded.to(weight.dtype)))
 
 
 def _capturing() -> bool:
@@ -443,11 +705,11 @@ def _round(method: Method, weights: list[Tensor], latents: list[Tensor], beta: B
 
 @functools.cache
 def _keep_out_of_graphs() -> None:
-    """What sets β stays plain Python in a compiled step: in its graph β would be a constant.
+    """What sets β or reads versions stays plain Python in a compiled step: in its graph it would be a constant.
 
     Done with the first optimizer, since it imports the compiler, which takes longer than all the rest of this package.
     """
-    for name in ("_prepare", "_advance"):
+    for name in ("_prepare", "_advance", "_remember"):
         apart = torch.compiler.disable(getattr(MirrorDescent, name))  # type: ignore[no-untyped-call]
         setattr(MirrorDescent, name, apart)
 

@@ -1,0 +1,82 @@
+"""Recalibration: batch-norm statistics that belong to the weights as they are now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["recalibrate"]
+
+_BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+@torch.no_grad()
+def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
+    """Recomputes the batch-norm statistics of a model from data, with its weights as they are.
+
+    While training, batch norm keeps moving averages of statistics that belong to soft weights of some steps ago.
+    Rounding the weights changes the activations, so a network can lose much of its accuracy at ``finalize()`` for no
+    other reason than stale statistics. Call this after ``finalize()``, with some dozens of training batches, augmented
+    or not.
+
+    The new statistics are the plain average over the batches. Everything but batch norm runs in evaluation mode, so
+    dropout is off. Training flags and momenta are restored afterwards; after an exception, the statistics are too.
+
+    Args:
+        model: any model.
+        batches: inputs, or tuples and lists that begin with the input, on the model's device: a data loader, for one.
+
+    Returns:
+        The number of batch-norm layers; a model without any is left as it is.
+
+    Raises:
+        ValueError: there are no batches.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        >>> loader = torch.utils.data.DataLoader([(torch.randn(4), 0) for _ in range(64)], batch_size=16)
+        >>> recalibrate(model, loader)
+        1
+        >>> int(model[1].num_batches_tracked)
+        4
+    """
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    if not norms:
+        return 0
+    count = 0
+    with _only_norms_train(model, norms):
+        for batch in batches:
+            model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+            count += 1
+        if not count:
+            raise ValueError("there are no batches to take the statistics from: pass some inputs, in a list perhaps")
+    return len(norms)
+
+
+@contextmanager
+def _only_norms_train(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
+    """Batch norms average from scratch, all else evaluates; as before afterwards, on an exception the statistics too."""
+    modes = [(module, module.training) for module in model.modules()]
+    momenta = [norm.momentum for norm in norms]
+    old: list[list[Tensor]] = [[buffer.clone() for buffer in norm.buffers(recurse=False)] for norm in norms]
+    model.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a plain average over the batches
+        norm.train()
+    try:
+        yield
+    except BaseException:
+        for norm, buffers in zip(norms, old, strict=True):
+            for buffer, values in zip(norm.buffers(recurse=False), buffers, strict=True):
+                buffer.copy_(values)
+        raise
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        for module, mode in modes:
+            module.training = mode

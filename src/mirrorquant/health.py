@@ -1,0 +1,201 @@
+"""Health: whether quantized tensors use their levels, and how far rounding would move their weights.
+
+>>> import torch, mirrorquant as mq
+>>> from torch import nn
+>>> _ = torch.manual_seed(0)
+>>> model = nn.Linear(64, 8)
+>>> opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model)), levels=0.1 * mq.TERNARY)
+>>> report = mq.health(opt)
+>>> print(report)
+tensor  weights  share of weights per level       gap  beta  |latent|
+weight      512  -0.1: 32 %  0: 38 %  0.1: 30 %  32 %  1     0.065
+>>> for problem in report.problems:
+...     print(problem)
+rounding moves the weights of weight by 32% of the distance between levels on average, more than 5%, since beta (1)
+times the latents (typically 0.065) is still small: train longer or anneal faster; mq.recalibrate helps batch norm
+
+The typical latent is the median of their absolute values; for a method that is lifted to one number per level, of half
+the lead of the largest. Where β times it is well above 1, most weights are close to their levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mirrorquant.levels import BINARY, TERNARY, Levels
+from mirrorquant.select import listed
+
+if TYPE_CHECKING:
+    from mirrorquant.optimizer import MirrorDescent
+
+__all__ = ["Health", "HealthWarning", "TensorHealth", "health"]
+
+COLLAPSED = 0.999  # share of the weights on one level
+FEWEST = 64  # weights: below, one level may well be all that is needed
+WIDEST_GAP = 0.05  # of the distance between levels; weights spread evenly have 0.25
+
+
+class HealthWarning(UserWarning):
+    """A network that trains or rounds, but hardly as intended."""
+
+
+@dataclass(frozen=True)
+class TensorHealth:
+    """A quantized tensor: how its rounded weights use the levels, and how far they are from the present ones."""
+
+    name: str
+    levels: Levels
+    count: int
+    shares: tuple[float, ...]
+    gap: float
+    beta: float
+    latent: float
+
+    @property
+    def collapsed(self) -> bool:
+        """Whether (almost) all of its weights, and there are many, round to one level."""
+        return self.count >= FEWEST and max(self.shares) >= COLLAPSED
+
+    @property
+    def main_level(self) -> float:
+        """The level to which most weights round."""
+        return self.levels[self.shares.index(max(self.shares))]
+
+
+@dataclass(frozen=True)
+class Health:
+    """The report of :func:`health`: one entry per quantized tensor; as text, a table."""
+
+    tensors: tuple[TensorHealth, ...]
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong, in one line each; empty for a healthy network that can be rounded now."""
+        return [*self.collapses, *self.gaps]
+
+    @property
+    def collapses(self) -> list[str]:
+        """Tensors that have lost all levels but one, one line per level."""
+        lines = []
+        collapsed = [t for t in self.tensors if t.collapsed]
+        for level in sorted({t.main_level for t in collapsed}):
+            names = [t.name for t in collapsed if t.main_level == level]
+            count = f"{len(names)} of {len(self.tensors)} quantized tensors"
+            lines.append(
+                f"all weights of {count} ({listed(names)}) round to {level:g}, so that they hold no information: use "
+                "levels scaled to the weights, or skip these layers"
+            )
+        return lines
+
+    @property
+    def gaps(self) -> list[str]:
+        """Tensors that rounding changes much, in one line."""
+        wide = [t for t in self.tensors if t.gap > WIDEST_GAP]
+        if not wide:
+            return []
+        worst = max(wide, key=lambda t: t.gap)
+        others = f" ({len(wide)} of {len(self.tensors)} tensors have such a gap)" if len(wide) > 1 else ""
+        return [
+            f"rounding moves the weights of {worst.name} by {worst.gap:.0%} of the distance between levels on average, "
+            f"more than {WIDEST_GAP:.0%}{others}, since beta ({worst.beta:.3g}) times the latents (typically "
+            f"{worst.latent:.2g}) is still small: train longer or anneal faster; mq.recalibrate helps batch norm"
+        ]
+
+    def __str__(self) -> str:
+        head = ["tensor", "weights", "share of weights per level", "gap", "beta", "|latent|"]
+        rows = [head]
+        for t in self.tensors:
+            shares = "  ".join(f"{level:g}: {share:.0%}" for level, share in zip(t.levels, t.shares, strict=True))
+            rows.append([t.name, f"{t.count:,}", shares, f"{t.gap:.0%}", f"{t.beta:.3g}", f"{t.latent:.2g}"])
+        rows = [[cell.replace("%", " %") for cell in row] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        right = (False, True, False, True, False, False)
+        lines = []
+        for row in rows:
+            cells = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)
+
+
+def health(opt: MirrorDescent) -> Health:
+    """How the quantized tensors of an optimizer are, with the model's weights as they stand.
+
+    Call it during training, outside ``quantized()``, to see whether the network could be rounded now; ``finalize()``
+    warns of the same problems. Of distributed tensors, each process sees its own part.
+    """
+    found = []
+    with torch.no_grad():
+        for q in opt._quantized():
+            for name, weight, latent in zip(q.names, q.weights, q.latents, strict=True):
+                levels = q.method.levels
+                rounded = weight if levels.holds(weight.detach()) else q.method.round(latent, q.beta)
+                shares, gap = _compared(_local(weight.detach()), _local(rounded.detach()), levels)
+                typical = _typical(_local(latent), _local(weight))
+                found.append(TensorHealth(name, levels, weight.numel(), shares, gap, float(q.beta), typical))
+    return Health(tuple(found))
+
+
+def advice(opt: MirrorDescent, learnt: Collection[Tensor]) -> str:
+    """What is wrong with the weights that some parameters are about to start from; empty where nothing is.
+
+    Called while the parameters still have their initial values. One that is constant, as zeros are, says nothing about
+    the scale that levels should have.
+    """
+    pairs = [pair for q in opt._quantized() for pair in zip(q.names, q.weights, strict=True)]
+    initial = {name: _local(weight.detach()) for name, weight in pairs if weight in learnt}
+    collapsed = [t for t in health(opt).tensors if t.collapsed and t.name in initial and initial[t.name].numel()]
+    collapsed = [t for t in collapsed if bool((initial[t.name] != initial[t.name].flatten()[0]).any())]
+    if not collapsed:
+        return ""
+    levels, level = collapsed[0].levels, collapsed[0].main_level
+    names = [t.name for t in collapsed]
+    size = sum(float(initial[name].abs().double().sum()) for name in names) / sum(t.count for t in collapsed)
+    near = [f"{t:g}" for pair, t in zip(pairwise(levels), levels.thresholds, strict=True) if level in pair]
+    remedy = "choose levels on the scale of the weights"
+    if levels.centre == 0 and size > 0:
+        known = {BINARY: "mq.BINARY", TERNARY: "mq.TERNARY"}.get(levels, f"mq.{levels}")
+        remedy += f", as in levels={_scale(levels, size):.2g} * {known}"
+    return (
+        f"all weights of {len(names)} of {len(initial)} quantized tensors ({listed(names)}) start at the level "
+        f"{level:g}: the nearest thresholds are {' and '.join(near)}, but the mean |weight| is {size:.2g}. Training may "
+        f"never leave it; {remedy}"
+    )
+
+
+def _scale(levels: Levels, size: float) -> float:
+    """Times the levels, it puts the innermost threshold at 0.7 times the mean |weight| (the rule of ternary weight
+    networks), or the level itself at the mean |weight| where zero is a threshold.
+    """
+    inner = min(abs(t) for t in levels.thresholds)
+    return 0.7 * size / inner if inner else size / min(abs(level) for level in levels)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def _compared(weight: Tensor, rounded: Tensor, levels: Levels) -> tuple[tuple[float, ...], float]:
+    """The share of the rounded weights on each level, and their mean distance from the weights, in level distances."""
+    if not weight.numel():
+        return (0.0,) * len(levels), 0.0
+    rounded = rounded.to(weight.dtype)
+    shares = tuple(float((rounded == level).double().mean()) for level in levels.tensor(weight))
+    spacing = 2 * levels.radius / (len(levels) - 1)
+    return shares, float((weight.double() - rounded.double()).abs().mean()) / spacing
+
+
+def _typical(latent: Tensor, weight: Tensor) -> float:
+    """The median of |latent|; of one that is lifted, of half the difference between the two largest entries."""
+    if not latent.numel():
+        return 0.0
+    if latent.dim() > weight.dim():
+        first, second = latent.topk(2, dim=0).values
+        return float((first - second).median()) / 2
+    return float(latent.abs().median())
