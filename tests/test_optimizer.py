@@ -776,3 +776,231 @@ def test_a_schedule_that_gives_no_number_is_named(value):
     base = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     with pytest.raises(TypeError, match=f"anneal gives {value!r} at step 0, but beta must be a number"):
         mq.MirrorDescent(base, anneal=lambda step: value)
+
+
+# Weights changed behind the optimizer's back.
+
+
+def restored(model, state):
+    """A copy of a state, since loading may keep tensors of what it is given."""
+    model.load_state_dict(copy.deepcopy(state))
+
+
+@pytest.mark.parametrize("last", ["model", "optimizer"])
+def test_early_stopping_goes_back_by_loading_both_states_in_either_order(method, last):
+    model, twin = small_network(), small_network()
+    opt, other = wrap(model, method), wrap(twin, method)
+    train(model, opt, 3)
+    train(twin, other, 3)
+    best = copy.deepcopy({"optimizer": opt.state_dict(), "model": model.state_dict()})
+    train(model, opt, 5, start=3)
+    for name in sorted(best, key=lambda name: name == last):
+        {"model": model, "optimizer": opt}[name].load_state_dict(best[name])
+    for o in (opt, other):
+        with o.quantized():
+            pass
+    for m, o in ((model, opt), (twin, other)):
+        train(m, o, 3, start=3)
+        o.finalize()
+    assert same(model.parameters(), twin.parameters())
+    assert same(model.buffers(), twin.buffers())
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "copy_", "data"])
+def test_early_stopping_without_the_optimizers_state_is_refused_and_not_undone(method, how):
+    model = small_network()
+    opt = wrap(model, method, lr=0.1)
+    train(model, opt, 2)
+    best = copy.deepcopy(model.state_dict())
+    train(model, opt, 6, start=2)
+    if how == "load_state_dict":
+        restored(model, best)
+    else:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                (p.data if how == "data" else p).copy_(best[name])
+    before = snapshot(model, opt)
+    if method == "bc":  # whose weights always are on their levels, and so are those that were loaded
+        opt.finalize()
+        assert same(model.parameters(), [best[name] for name, _ in model.named_parameters()])
+        return
+    with pytest.raises(RuntimeError, match=r"0\.weight was changed since .*saved together, in either order"):
+        opt.finalize()
+    assert same(before, snapshot(model, opt))
+    assert not opt.finalized
+
+
+@pytest.mark.parametrize("call", ["step", "quantized", "add_param_group"])
+def test_whatever_would_undo_a_change_of_the_weights_refuses(call):
+    model, head = small_network(), nn.Linear(3, 3)
+    opt = wrap(model)
+    train(model, opt, 2)
+    nn.init.normal_(model[3].weight)
+    before = snapshot(model, opt)
+    with pytest.raises(RuntimeError, match=rf"3\.weight was changed since .*{call}\(\) would undo the change"):
+        if call == "step":
+            opt.step()
+        elif call == "quantized":
+            with opt.quantized():
+                pass
+        else:
+            opt.add_param_group({"params": list(head.named_parameters())})
+    assert same(before, snapshot(model, opt))
+    assert opt.steps == 2
+    with pytest.warns(UserWarning, match=r"does not belong to the model's weights: 3\.weight was changed"):
+        state = opt.state_dict()
+    opt.load_state_dict(state)
+    opt.step()
+
+
+def test_a_change_inside_quantized_is_told_when_it_is_undone():
+    model = small_network()
+    opt = wrap(model)
+    soft = snapshot(model)
+    with pytest.raises(RuntimeError, match=r"leaving quantized\(\) would undo the change"), opt.quantized():
+        nn.init.normal_(model[3].weight)
+    assert same(soft, snapshot(model))
+    with pytest.raises(KeyError), opt.quantized():
+        nn.init.normal_(model[3].weight)
+        raise KeyError("the cause")
+
+
+def test_a_rounded_network_that_was_kept_is_taken_over_by_finalize(method):
+    model, levels = small_network(), BINARY if method in ("md-tanh", "md-tanh-primal") else 0.3 * TERNARY
+    opt = wrap(model, method, lr=0.1, levels=levels)
+    train(model, opt, 2)
+    with opt.quantized():
+        best = copy.deepcopy(model.state_dict())
+    for name in best.keys() & {"0.weight", "3.weight", "6.weight"}:
+        best[name].neg_()  # far from what the latents say by now
+        assert best[name].any()
+    restored(model, best)
+    opt.finalize()
+    assert same([best[name] for name, _ in model.named_parameters()], snapshot(model))
+    fresh_model = small_network(seed=1)
+    fresh = wrap(fresh_model, method, lr=0.1, levels=levels)
+    fresh.load_state_dict(opt.state_dict())  # the latents fit
+    assert same(quantized_weights(model), quantized_weights(fresh_model))
+
+
+def test_a_rounded_network_is_taken_over_even_after_training_diverged():
+    model = small_network()
+    opt = wrap(model)
+    with opt.quantized():
+        best = copy.deepcopy(model.state_dict())
+    for p in quantized_weights(model):
+        opt.latent(p).fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="holds NaN"):
+        opt.finalize()
+    restored(model, best)
+    opt.finalize()
+    assert same(snapshot(model), [best[name] for name, _ in model.named_parameters()])
+
+
+def test_weights_that_come_off_their_levels_after_finalize_are_refused():
+    model = small_network()
+    opt = wrap(model)
+    soft = copy.deepcopy(model.state_dict())
+    opt.finalize()
+    rounded = copy.deepcopy(model.state_dict())
+    restored(model, soft)
+    for action in (opt.step, opt.finalize):
+        with pytest.raises(RuntimeError, match=r"0\.weight is off its levels, although the optimizer is finalized"):
+            action()
+    restored(model, {**rounded, "0.weight": -rounded["0.weight"]})
+    opt.finalize()
+    train(model, opt, 1)
+    assert torch.equal(model[0].weight, -rounded["0.weight"])
+
+
+@pytest.mark.parametrize("swap", ["average", "sam", "clamp", "half", "channels_last", "rounded", "broadcast"])
+def test_weights_that_come_back_are_no_change(method, swap):
+    """Averages swapped in and out, sharpness-aware steps, conversions that keep or hardly touch the values."""
+    model = small_network()
+    opt = wrap(model, method)
+    train(model, opt, 2)
+    own = copy.deepcopy(model.state_dict())
+    if swap == "average":
+        restored(model, {name: value + 0.5 if value.is_floating_point() else value for name, value in own.items()})
+        restored(model, own)
+    elif swap == "half":
+        model.half().float()
+    elif swap == "channels_last":
+        model.to(memory_format=torch.channels_last)
+        restored(model, own)
+    elif swap == "rounded":
+        with opt.quantized():
+            own = copy.deepcopy(model.state_dict())
+        restored(model, own)
+    with torch.no_grad():
+        for p in model.parameters():
+            if swap == "sam":
+                step = torch.full_like(p, 0.01)
+                p.add_(step).sub_(step)
+            elif swap == "clamp":
+                p.clamp_(-10, 10)
+            elif swap == "broadcast":
+                p.copy_(p.clone())
+    train(model, opt, 1, start=2)
+    with opt.quantized():
+        pass
+    opt.state_dict()
+    opt.finalize()
+
+
+def test_a_latent_may_be_changed_by_hand():
+    model = small_network()
+    opt = wrap(model)
+    opt.latent(model[0].weight).fill_(-0.5)
+    opt.finalize()
+    assert (model[0].weight == -1).all()
+
+
+def test_weights_that_are_nan_are_no_change_of_their_own():
+    w = nn.Parameter(torch.tensor([0.5, -0.5]))
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.1), check_gradients=False)
+    w.grad = torch.tensor([float("nan"), 1.0])
+    opt.step()
+    with torch.no_grad():
+        w.copy_(w.clone())
+    opt.step()
+    with pytest.raises(RuntimeError, match="holds NaN: training diverged"):
+        opt.finalize()
+
+
+def test_a_copied_optimizer_notices_changes_too():
+    for clone in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        model, opt = clone((lambda m: (m, wrap(m)))(small_network()))
+        train(model, opt, 1)
+        model, opt = clone((model, opt))
+        nn.init.normal_(model[0].weight)
+        with pytest.raises(RuntimeError, match=r"0\.weight was changed"):
+            opt.step()
+
+
+def test_lbfgs_and_compiled_steps_notice_changes_and_nothing_else():
+    w = nn.Parameter(torch.tensor([0.5, -0.2]))
+    opt = mq.MirrorDescent(torch.optim.LBFGS([w], max_iter=3, line_search_fn="strong_wolfe"))
+
+    def closure():
+        opt.zero_grad()
+        loss = (w - 0.5).square().sum()
+        loss.backward()
+        return loss
+
+    v = nn.Parameter(torch.linspace(-1, 1, 6))
+    other = mq.MirrorDescent(torch.optim.SGD([v], lr=0.1))
+    torch.compiler.reset()
+    compiled = torch.compile(other.step, backend="eager")
+    for _ in range(3):
+        opt.step(closure)
+        v.grad = torch.ones(6)
+        compiled()
+    assert other.steps == 3
+    with torch.no_grad():
+        v.neg_()
+        w.neg_()
+    with pytest.raises(RuntimeError, match="was changed"):
+        compiled()
+    with pytest.raises(RuntimeError, match="was changed"):
+        opt.step(closure)
