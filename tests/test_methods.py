@@ -274,3 +274,76 @@ def test_a_user_adds_a_method_and_a_projection():
     arctan = mq.mirror_from(lambda x: 2 / torch.pi * torch.atan(x), (-1, 1))
     path = trajectory(methods.MD(mirror=arctan), mq.anneal.geometric(1.05))
     assert torch.equal(BINARY.nearest(path[-1]), BINARY.nearest(trajectory("md-tanh-s", mq.anneal.geometric(1.05))[-1]))
+
+
+def broken(hook, result):
+    """A method with one hook that returns something else."""
+
+    class Broken(mq.Method):
+        """For the tests."""
+
+        def project(self, latent, beta):
+            return torch.tanh(beta * latent)
+
+    setattr(Broken, hook, lambda self, latent, *rest: result(latent))
+    return Broken()
+
+
+@pytest.mark.parametrize("hook", ["lift", "project", "round", "pull_back"])
+@pytest.mark.parametrize(
+    ("result", "given"),
+    [
+        (lambda t: t.sum(-1), r"shape \(3,\)"),
+        (lambda t: t[:, :1], r"shape \(3, 1\)"),
+        (lambda t: t.mean(), r"shape \(\)"),
+        (lambda t: t / 0 * 0, "NaN"),
+        (lambda t: t.long(), r"torch\.int64"),
+        (lambda t: t.tolist(), "a list"),
+        (lambda t: None, "a NoneType"),
+    ],
+)
+def test_a_custom_hook_that_returns_something_else_is_refused_before_anything_changes(hook, result, given):
+    model = nn.Linear(4, 3)
+    before = model.weight.detach().clone()
+    base = torch.optim.SGD(mq.split(model), lr=0.1)
+    with pytest.raises((ValueError, TypeError), match=rf"Broken\.{hook} returned {given} for weight, expected"):
+        mq.MirrorDescent(base, broken(hook, result))
+    assert torch.equal(model.weight, before)
+    opt = mq.MirrorDescent(torch.optim.SGD([("first", nn.Parameter(torch.ones(2)))], lr=0.1))
+    with pytest.raises((ValueError, TypeError), match=rf"Broken\.{hook} returned {given}"):
+        opt.add_param_group({"params": [("weight", model.weight)], "method": broken(hook, result)})
+    assert len(opt.param_groups) == len(opt.base.param_groups) == 1
+
+
+def test_infinite_projections_and_weights_of_nan_are_refused():
+    model = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match=r"Broken\.project returned NaN or inf for weight, expected finite numbers"):
+        mq.MirrorDescent(torch.optim.SGD(mq.split(model), lr=0.1), broken("project", lambda t: 1 / (0 * t)))
+    nn.init.constant_(model.weight, float("nan"))
+    with pytest.raises(ValueError, match="weight holds NaN, so that there is nothing to quantize"):
+        mq.MirrorDescent(torch.optim.SGD(mq.split(model), lr=0.1))
+
+
+def test_nan_is_never_rounded_to_a_level():
+    class Late(mq.Method):
+        """Fails where β is large."""
+
+        def project(self, latent, beta):
+            return torch.tanh(beta * latent) if beta < 2 else latent * float("nan")
+
+    w = nn.Parameter(torch.tensor([0.5, -0.5]))
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.1), Late(), anneal=mq.anneal.geometric(2.0))
+    w.grad = torch.ones(2)
+    opt.step()
+    with opt.quantized():
+        assert w.isnan().all()
+    with pytest.raises(RuntimeError, match=r"Late\.project gives NaN for parameter 0 of group 0 at beta 2"):
+        opt.finalize()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_rounding_keeps_nan(name):
+    method = methods.get(name, BINARY)
+    rounded = method.round(method.lift(torch.tensor([0.5, float("nan"), -0.5])), 1.0)
+    assert torch.equal(rounded.isnan(), torch.tensor([False, True, False]))
+    assert rounded[[0, 2]].tolist() == [1.0, -1.0]

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import random
 import subprocess
 import sys
 import textwrap
@@ -373,17 +372,19 @@ def test_compiled_by_inductor_a_step_gives_the_same_weights(method):
     torch.testing.assert_close(w, twin, rtol=1e-5, atol=1e-6)
 
 
-DDP = """
-    import os, sys, torch
+PREPARE = """
+    import copy, sys, torch
     from torch import nn
     import torch.distributed as dist
-    sys.path.insert(0, sys.argv[3])
+    rank, folder, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    sys.path.insert(0, tests)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/rendezvous")
     from conftest import small_network, batch
     import mirrorquant as mq
+"""
 
-    rank, port = int(sys.argv[1]), sys.argv[2]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+DDP = """
     model = nn.parallel.DistributedDataParallel(small_network()[5:])
     opt = mq.MirrorDescent(torch.optim.SGD(mq.split(model), lr=0.1))
     for k in range(5):
@@ -407,13 +408,73 @@ DDP = """
     dist.destroy_process_group()
 """
 
+SHARDED = """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
 
-def test_ddp_gives_the_weights_of_one_process(tmp_path, pytestconfig):
-    script = tmp_path / "ddp.py"
-    script.write_text(textwrap.dedent(DDP))
-    tests, port = str(pytestconfig.rootpath / "tests"), str(random.Random().randint(20000, 40000))
-    ranks = [subprocess.Popen([sys.executable, str(script), str(r), port, tests]) for r in range(2)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    def build(method, seed, base):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        fully_shard(model)
+        return model, mq.MirrorDescent(base(mq.split(model)), method, anneal=mq.anneal.geometric(1.1))
+
+    def train(model, opt, steps):
+        for k in steps:
+            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(k))
+            opt.zero_grad()
+            (model(x) - x[:, :4]).square().mean().backward()
+            opt.step()
+
+    def whole(model):
+        return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+
+    bases = [lambda p: torch.optim.Adam(p, lr=0.05), lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)]
+    full = StateDictOptions(full_state_dict=True)
+    for number, (base, method, options) in enumerate([
+        (bases[0], "md-tanh-s", None), (bases[0], "md-softmax-s", full), (bases[1], "bc", None), (bases[1], "pq", full)
+    ]):
+        model, opt = build(method, 0, base)
+        train(model, opt, range(3))
+        weights, state = get_state_dict(model, opt, options=options)
+        if options is None:
+            dcp.save({"model": weights, "optim": state}, checkpoint_id=f"{folder}/{number}")
+        saved = copy.deepcopy((weights, state))
+        train(model, opt, range(3, 7))
+        again, other = build(method, 1, base)
+        if options is None:
+            saved = get_state_dict(again, other)
+            dcp.load({"model": saved[0], "optim": saved[1]}, checkpoint_id=f"{folder}/{number}")
+        set_state_dict(again, other, model_state_dict=saved[0], optim_state_dict=saved[1], options=options)
+        assert other.steps == 3, method
+        train(again, other, range(3, 7))
+        assert torch.equal(whole(again), whole(model)), method
+    opt.finalize()
+    mq.save(model, f"{folder}/{rank}.safetensors")
+    loaded = mq.load(f"{folder}/{rank}.safetensors", nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
+    plain = torch.cat([p.detach().flatten() for p in mq.unpack(loaded).parameters()])
+    assert torch.equal(plain, whole(model))
+    try:
+        mq.pack(model)
+    except mq.PackError as error:
+        assert "0.weight is spread over several processes" in str(error)
+    else:
+        raise AssertionError("a sharded model was packed")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("body", [DDP, SHARDED], ids=["ddp", "fsdp2"])
+def test_two_processes_train_save_and_resume_as_one(body, tmp_path, pytestconfig):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(PREPARE) + textwrap.dedent(body))
+    arguments = [str(tmp_path), str(pytestconfig.rootpath / "tests")]
+    ranks = [subprocess.Popen([sys.executable, str(script), str(rank), *arguments]) for rank in range(2)]
+    try:
+        assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 # Copies and saved states.
@@ -485,6 +546,62 @@ def test_state_dict_is_plain_and_loads_with_weights_only(tmp_path, method):
     assert [g["lr"] for g in fresh.param_groups] == [g["lr"] for g in opt.param_groups]
     for p, q in zip(quantized_weights(model), quantized_weights(other), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("base", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_state_that_version_0_1_saved_goes_on_bit_exactly(base, steps, method):
+    model, other = small_network(), small_network(seed=1)
+    opt, fresh = wrap(model, method, base), wrap(other, method, base)
+    train(model, opt, steps)
+    state, inner = copy.deepcopy(opt.state_dict()), copy.deepcopy(opt.base.state_dict())
+    groups = [{k: v for k, v in g.items() if k not in ("steps", "finalized", "base_class", "fresh", "kept")}
+              for g in state["param_groups"]]  # fmt: skip
+    latents = {i: {"latent": entry["latent"]} for i, entry in state["state"].items() if "latent" in entry}
+    old = {"state": latents, "param_groups": groups, "base": inner, "base_class": base.__name__, "steps": steps}
+    train(other, fresh, 1)
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    fresh.load_state_dict({**old, "finalized": False})
+    assert fresh.steps == steps
+    for m, o in ((model, opt), (other, fresh)):
+        train(m, o, 4, start=steps)
+    assert same(model.parameters(), other.parameters())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.Adam(p, lr=0.01),
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, dampening=0.5),
+        lambda p: torch.optim.NAdam(p),
+        lambda p: torch.optim.Adagrad(p),
+    ],
+)
+def test_the_state_of_a_new_optimizer_starts_anew_and_has_a_place_for_what_will_be_kept(make):
+    model, other = small_network(), small_network()
+    opt, used = (mq.MirrorDescent(make(mq.split(m, everything=True))) for m in (model, other))
+    new = copy.deepcopy(opt.state_dict())
+    train(model, opt, 4)
+    assert {i: set(entry) for i, entry in new["state"].items()} == {
+        i: set(entry) for i, entry in opt.state_dict()["state"].items()
+    }
+    start = copy.deepcopy(small_network().state_dict())
+    train(other, used, 2)
+    other.load_state_dict(start)
+    used.load_state_dict(new)
+    train(other, used, 4)
+    assert same(model.parameters(), other.parameters())
+
+
+def test_a_state_that_lost_something_of_the_base_optimizer_is_refused():
+    model = small_network()
+    opt = wrap(model)
+    train(model, opt, 2)
+    state = opt.state_dict()
+    assert set(state) == {"state", "param_groups"}  # all that torch.distributed.checkpoint keeps
+    del state["state"][3]["exp_avg"]
+    with pytest.raises(ValueError, match=r"20 entries of Adam, but 21 were saved: the rest was lost"):
+        wrap(small_network()).load_state_dict(state)
 
 
 def test_a_finalized_state_stays_finalized():
@@ -866,7 +983,7 @@ def test_a_change_inside_quantized_is_told_when_it_is_undone():
 
 
 def test_a_rounded_network_that_was_kept_is_taken_over_by_finalize(method):
-    model, levels = small_network(), BINARY if method in ("md-tanh", "md-tanh-primal") else 0.3 * TERNARY
+    model, levels = small_network(), BINARY if method in ("md-tanh", "md-tanh-primal") else 0.1 * TERNARY
     opt = wrap(model, method, lr=0.1, levels=levels)
     train(model, opt, 2)
     with opt.quantized():

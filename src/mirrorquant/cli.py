@@ -36,6 +36,7 @@ from torch import nn
 from mirrorquant import methods, models, packing
 from mirrorquant._version import __version__
 from mirrorquant.data import load
+from mirrorquant.health import health
 from mirrorquant.packing import PackError, kernels
 from mirrorquant.packing.kernels import KernelsError
 from mirrorquant.train import checkpoint, plots, recipes
@@ -256,6 +257,7 @@ def evaluate(options: argparse.Namespace) -> None:
     model.to(config.torch_device)
     off = [row["name"] for row in layers(opt) if row["off_levels"]]
     result = {"folder": str(options.folder), "split": options.split, "weights_off_their_levels": off}
+    result["problems"] = [] if off else health(opt).collapses
     result["accuracy"], result["loss"] = accuracy(model, getattr(data, options.split), data)
     if options.json:
         print(json.dumps(result))
@@ -268,6 +270,8 @@ def evaluate(options: argparse.Namespace) -> None:
         print(f"all {count} quantized tensors are exactly on their {config.levels} levels")
     else:
         print("a float network: none of its tensors is quantized")
+    for problem in result["problems"]:
+        print(f"warning: {problem}")
 
 
 def _evaluate_file(options: argparse.Namespace) -> None:

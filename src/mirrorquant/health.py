@@ -12,7 +12,8 @@ weight      512  -0.1: 32 %  0: 38 %  0.1: 30 %  32 %  1     0.065
 >>> for problem in report.problems:
 ...     print(problem)
 rounding moves the weights of weight by 32% of the distance between levels on average, more than 5%, since beta (1)
-times the latents (typically 0.065) is still small: train longer or anneal faster; mq.recalibrate helps batch norm
+times the latents (typically 0.065) is still small: train longer or anneal
+faster, and recalibrate batch norm afterwards (mq.recalibrate)
 
 The typical latent is the median of their absolute values; for a method that is lifted to one number per level, of half
 the lead of the largest. Where β times it is well above 1, most weights are close to their levels.
@@ -20,7 +21,9 @@ the lead of the largest. Where β times it is well above 1, most weights are clo
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -42,7 +45,7 @@ WIDEST_GAP = 0.05  # of the distance between levels; weights spread evenly have 
 
 
 class HealthWarning(UserWarning):
-    """A network that trains or rounds, but hardly as intended."""
+    """The network trains and rounds, but probably not as intended."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ class Health:
         return [
             f"rounding moves the weights of {worst.name} by {worst.gap:.0%} of the distance between levels on average, "
             f"more than {WIDEST_GAP:.0%}{others}, since beta ({worst.beta:.3g}) times the latents (typically "
-            f"{worst.latent:.2g}) is still small: train longer or anneal faster; mq.recalibrate helps batch norm"
+            f"{worst.latent:.2g}) is still small: train longer or anneal faster, and recalibrate batch norm afterwards "
+            "(mq.recalibrate)"
         ]
 
     def __str__(self) -> str:
@@ -174,6 +178,14 @@ def _scale(levels: Levels, size: float) -> float:
     """
     inner = min(abs(t) for t in levels.thresholds)
     return 0.7 * size / inner if inner else size / min(abs(level) for level in levels)
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """No :class:`HealthWarning` inside: for the command line, which reports problems in its own way."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HealthWarning)
+        yield
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, about: dict[str, Any
     """Writes a finalized model, plain or packed, at one bit a weight.
 
     Every parameter that is on levels is stored as bits, of whatever module; all else as it is. The file appears at once
-    and whole.
+    and whole. A model sharded by FSDP2 is gathered, so every process has to call this.
 
     Args:
         model: a model after ``MirrorDescent.finalize()``, or a packed one.

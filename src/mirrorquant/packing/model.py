@@ -82,6 +82,7 @@ def pack(
         if levels is None and not skip:
             return assemble(model.plain, copy.deepcopy(model.entries()), fuse=fuse, int8=int8)
         model = unpack(model)
+    _refuse_sharded(model)
     entries = entries_of(model, None if levels is None else Levels.of(levels), skip)
     return assemble(skeleton(model), entries, fuse=fuse, int8=int8)
 
@@ -242,7 +243,8 @@ def entries_of(
     names = {id(tensor): name for name, tensor in state(model)}
     layers = [names[id(m.weight)] for m in model.modules() if type(m) in _LAYERS and id(m.weight) in names]
     entries: dict[str, Entry] = {}
-    for name, tensor in state(model):
+    for name, part in state(model):
+        tensor = _whole(part)
         entries[name] = tensor.detach()
         if name not in parameters:
             continue
@@ -257,8 +259,28 @@ def entries_of(
         if not left:
             what = "weight to store as bits" if stored else "Conv2d or Linear layer to pack"
             raise PackError(f"{type(model).__name__} has no {what}")
-        raise PackError(_off(left[0], dict(state(model))[left[0]].detach(), levels))
+        raise PackError(_off(left[0], _whole(dict(state(model))[left[0]]).detach(), levels))
     return entries
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, as FSDP2 and tensor parallelism make them."""
+    return hasattr(tensor, "full_tensor")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A tensor that is spread over processes, gathered in each of them; any other as it is."""
+    whole: Tensor = tensor.full_tensor() if _is_sharded(tensor) else tensor  # type: ignore[operator]
+    return whole
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    sharded = [name for name, tensor in model.named_parameters() if _is_sharded(tensor)]
+    if sharded:
+        raise PackError(
+            f"{sharded[0]} is spread over several processes, but a packed model runs in one: call mq.save(model, path) in "
+            "all of them, and mq.load(path, plain) with a model that is not sharded"
+        )
 
 
 def _skipped(model: nn.Module, skip: Pattern | Sequence[Pattern]) -> set[str]:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from mirrorquant import anneal, methods, models
+from mirrorquant.health import unwarned
 from mirrorquant.levels import BINARY, TERNARY, Levels
 from mirrorquant.methods import Method
 from mirrorquant.optimizer import MirrorDescent
@@ -178,7 +179,8 @@ class Config:
         if self.method == "pq":
             schedule = anneal.linear(self.pq_rate, every=batches_per_epoch, start=0.0)
         try:
-            return MirrorDescent(base, method=self.build_method(), anneal=schedule)
+            with unwarned():  # the paper's ternary networks start at zero, by design; a run says how it ended
+                return MirrorDescent(base, method=self.build_method(), anneal=schedule)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 

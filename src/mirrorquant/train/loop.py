@@ -26,9 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mirrorquant._version import __version__
+from mirrorquant.calibration import recalibrate
 from mirrorquant.data import Data, DataError, Images, Loader, clean_batches
 from mirrorquant.data import load as load_data
 from mirrorquant.data.loader import Normalise
+from mirrorquant.health import health, unwarned
 from mirrorquant.methods import REF
 from mirrorquant.models.registry import ModelError
 from mirrorquant.optimizer import MirrorDescent
@@ -173,7 +175,8 @@ class Run:
             self.advance()
             if self.step == finalize_step and self.step < config.iterations:
                 self._sync()
-                self.opt.finalize()
+                with unwarned():
+                    self.opt.finalize()
                 self.fast = self.score = None  # built anew, for what stays to train
             logged = self.step % config.log_every == 0 or self.step == config.iterations
             if logged:
@@ -435,12 +438,15 @@ class Run:
         self._save_checkpoint()
         self._count_seconds()
         soft, _ = self.evaluate(self.data.test)
+        problems = health(self.opt).gaps
         with self.opt.quantized():
             last, _ = self.evaluate(self.data.test)
         self.model.load_state_dict(self.best)
         off = [row["name"] for row in layers(self.opt) if row["off_levels"]]
         if off:
             raise RunError(f"the best network has weights off their levels in {', '.join(off)}: please report this")
+        for problem in [*health(self.opt).collapses, *problems]:
+            self._say(f"warning: {problem}")
         if self.config.recalibrate:
             batches = (self.loader.batch(k)[0] for k in range(self.config.recalibrate))
             recalibrate(self.model, batches)
@@ -506,18 +512,6 @@ def accuracy(
             loss += F.cross_entropy(logits, y, reduction="sum")
     model.train(mode)
     return 100 * float(right) / len(images), float(loss) / len(images)
-
-
-@torch.no_grad()
-def recalibrate(model: nn.Module, batches: Iterator[Tensor]) -> None:
-    """Takes the batch-norm statistics anew from some batches, with the weights as they are."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # a plain average over the batches
-    model.train()
-    for x in batches:
-        model(x)
 
 
 def layers(opt: MirrorDescent) -> list[dict[str, Any]]:
