@@ -47,9 +47,9 @@ def test_levels_too_wide_for_the_weights_are_told_at_construction_with_the_remed
 
 
 def test_the_advice_names_the_levels_that_were_given_and_works_for_other_sets():
+    model = nn.Linear(64, 64)
+    nn.init.uniform_(model.weight, 0.01, 0.02)
     with pytest.warns(mq.HealthWarning, match=r"levels=0\.0\d+ \* mq\.Levels\(-3\.0, -1\.0, 1\.0, 3\.0\)") as caught:
-        model = nn.Linear(64, 64)
-        nn.init.uniform_(model.weight, 0.01, 0.02)
         wrap(model, levels=Levels(-3, -1, 1, 3))
     assert "start at the level 1: the nearest thresholds are 0 and 2" in str(caught[0].message)
     with pytest.warns(mq.HealthWarning, match="choose levels on the scale of the weights$"):
@@ -198,7 +198,7 @@ def test_recalibration_that_fails_changes_nothing(batches):
     model = normed()
     model(torch.randn(8, 5))
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises((RuntimeError, ValueError), match="shapes cannot be multiplied|there are no batches"):
+    with pytest.raises((RuntimeError, ValueError), match=r"shapes cannot be multiplied|there are no batches"):
         mq.recalibrate(model, batches)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(module.training for module in model.modules())

@@ -154,7 +154,9 @@ def test_any_base_optimizer_moves_the_latents_as_it_would_move_weights(make):
         opt.step()
         for twin, p in zip(twins, model.parameters(), strict=True):
             assert torch.equal(twin, opt.latent(p))
-            torch.testing.assert_close(p.detach(), torch.tanh(opt.beta * twin), rtol=0, atol=2e-7)
+            image = torch.tanh(opt.beta * twin.double())
+            # 2σ(2x) − 1: twice the error of σ, allowed 3 units of the last place at 1, and the rounding of 2x and of w.
+            assert (p.detach().double() - image).abs().max() <= 8 * torch.finfo(torch.float32).eps
 
 
 def test_adagrad_keeps_its_sums_for_latents_of_another_shape():
@@ -342,18 +344,18 @@ def test_a_compiled_step_has_the_projection_of_all_weights_in_one_graph(method, 
         return graph_module.forward
 
     compiled = torch.compile(opt.step, backend=backend)
-    for k in range(6):
+    for k in range(8):
         for m, o, step in ((model, opt, compiled), (twin, plain, plain.step)):
             x, y = batch(k)
             o.zero_grad()
             nn.functional.cross_entropy(m(x), y).backward()
             step()
-        if k == 2:
+        if k == 3:
             settled = len(graphs)
     projections = [graph.count(operation) for graph in graphs if operation in graph]
-    assert projections == [5, 5]  # all five weights together: once for β as a constant, once for any β
+    assert set(projections) == {5}  # all five weights together, whether β is a constant there or any number
     assert len(graphs) == settled
-    assert opt.steps == plain.steps == 6
+    assert opt.steps == plain.steps == 8
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -954,14 +956,13 @@ def test_whatever_would_undo_a_change_of_the_weights_refuses(call):
     train(model, opt, 2)
     nn.init.normal_(model[3].weight)
     before = snapshot(model, opt)
+    calls = {
+        "step": opt.step,
+        "quantized": lambda: opt.quantized().__enter__(),
+        "add_param_group": lambda: opt.add_param_group({"params": list(head.named_parameters())}),
+    }
     with pytest.raises(RuntimeError, match=rf"3\.weight was changed since .*{call}\(\) would undo the change"):
-        if call == "step":
-            opt.step()
-        elif call == "quantized":
-            with opt.quantized():
-                pass
-        else:
-            opt.add_param_group({"params": list(head.named_parameters())})
+        calls[call]()
     assert same(before, snapshot(model, opt))
     assert opt.steps == 2
     with pytest.warns(UserWarning, match=r"does not belong to the model's weights: 3\.weight was changed"):
@@ -977,9 +978,14 @@ def test_a_change_inside_quantized_is_told_when_it_is_undone():
     with pytest.raises(RuntimeError, match=r"leaving quantized\(\) would undo the change"), opt.quantized():
         nn.init.normal_(model[3].weight)
     assert same(soft, snapshot(model))
-    with pytest.raises(KeyError), opt.quantized():
-        nn.init.normal_(model[3].weight)
-        raise KeyError("the cause")
+
+    def failing():
+        with opt.quantized():
+            nn.init.normal_(model[3].weight)
+            raise KeyError("the cause")
+
+    with pytest.raises(KeyError, match="the cause"):
+        failing()
 
 
 def test_a_rounded_network_that_was_kept_is_taken_over_by_finalize(method):

@@ -59,7 +59,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
 
 @contextmanager
 def _only_norms_train(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
-    """Batch norms average from scratch, all else evaluates; as before afterwards, on an exception the statistics too."""
+    """Batch norms average from scratch, all else evaluates; then as before, after an exception the statistics too."""
     modes = [(module, module.training) for module in model.modules()]
     momenta = [norm.momentum for norm in norms]
     old: list[list[Tensor]] = [[buffer.clone() for buffer in norm.buffers(recurse=False)] for norm in norms]

@@ -167,8 +167,8 @@ def advice(opt: MirrorDescent, learnt: Collection[Tensor]) -> str:
         remedy += f", as in levels={_scale(levels, size):.2g} * {known}"
     return (
         f"all weights of {len(names)} of {len(initial)} quantized tensors ({listed(names)}) start at the level "
-        f"{level:g}: the nearest thresholds are {' and '.join(near)}, but the mean |weight| is {size:.2g}. Training may "
-        f"never leave it; {remedy}"
+        f"{level:g}: the nearest thresholds are {' and '.join(near)}, but the mean |weight| is {size:.2g}. Training "
+        f"may never leave it; {remedy}"
     )
 
 

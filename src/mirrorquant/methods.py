@@ -424,30 +424,26 @@ def refuse_bad_hooks(method: Method, weight: Tensor, beta: Beta, name: str) -> T
     """
     if bool(weight.isnan().any()):
         raise ValueError(f"{name} holds NaN, so that there is nothing to quantize: initialize or load the model again")
-    latent = _given(method, "lift", name, method.lift(weight))
-    lifted = latent.shape[latent.dim() - weight.dim() :]
-    if lifted != weight.shape:
-        raise ValueError(_wrong(method, "lift", name, f"shape {tuple(latent.shape)}", f"(..., *{tuple(weight.shape)})"))
-    hooks = {
-        "project": (lambda: method.project(latent, beta), weight.shape),
-        "round": (lambda: method.round(latent, beta), weight.shape),
-        "pull_back": (lambda: method.pull_back(torch.ones_like(weight), latent, beta), latent.shape),
-    }
-    for hook, (result, shape) in hooks.items():
-        given = _given(method, hook, name, result())
-        if given.shape != shape:
-            raise ValueError(_wrong(method, hook, name, f"shape {tuple(given.shape)}", f"{tuple(shape)}"))
-        if hook != "pull_back" and not bool(given.isfinite().all()):
-            raise ValueError(_wrong(method, hook, name, "NaN or inf", "finite numbers"))
+    latent = _checked(method, "lift", name, method.lift(weight))
+    if latent.shape[latent.dim() - weight.dim() :] != weight.shape:
+        expected = f"{tuple(weight.shape)}, after dimensions of its own perhaps"
+        raise ValueError(_wrong(method, "lift", name, f"shape {tuple(latent.shape)}", expected))
+    for hook in ("project", "round"):
+        result = _checked(method, hook, name, getattr(method, hook)(latent, beta), weight.shape)
+        if not bool(result.isfinite().all()):
+            raise ValueError(_wrong(method, hook, name, "inf", "finite numbers"))
+    _checked(method, "pull_back", name, method.pull_back(torch.ones_like(weight), latent, beta), latent.shape)
     return latent.clone()
 
 
-def _given(method: Method, hook: str, name: str, value: object) -> Tensor:
-    """A hook's result, which must be a tensor of floating-point numbers without NaN."""
+def _checked(method: Method, hook: str, name: str, value: object, shape: torch.Size | None = None) -> Tensor:
+    """A hook's result, which must be a tensor of floating-point numbers without NaN, of this shape."""
     if not isinstance(value, Tensor):
         raise TypeError(_wrong(method, hook, name, f"a {type(value).__name__}", "a tensor"))
     if not value.is_floating_point():
         raise TypeError(_wrong(method, hook, name, str(value.dtype), "a floating-point dtype"))
+    if shape is not None and value.shape != shape:
+        raise ValueError(_wrong(method, hook, name, f"shape {tuple(value.shape)}", f"{tuple(shape)}"))
     if bool(value.isnan().any()):
         raise ValueError(_wrong(method, hook, name, "NaN", "numbers"))
     return value.detach()

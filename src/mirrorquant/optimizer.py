@@ -52,8 +52,8 @@ from torch.optim import Optimizer
 from mirrorquant import anneal as _anneal
 from mirrorquant import methods
 from mirrorquant.anneal import Schedule
-from mirrorquant.levels import Levels
 from mirrorquant.health import HealthWarning, advice, health
+from mirrorquant.levels import Levels
 from mirrorquant.methods import REF, Method
 from mirrorquant.mirrors import Beta
 from mirrorquant.select import listed, summarized
@@ -592,7 +592,9 @@ class MirrorDescent(Optimizer):
             lacking = ", ".join(sorted(missing)) or "state or param_groups"
             raise ValueError(f"this is no state of MirrorDescent: {lacking} missing")
         if groups[0]["base_class"] != type(self.base).__name__:
-            raise ValueError(f"the state is of a {groups[0]['base_class']}, but the base is a {type(self.base).__name__}")
+            raise ValueError(
+                f"the state is of a {groups[0]['base_class']}, but the base is a {type(self.base).__name__}"
+            )
         saved = [(g["method"], tuple(g["levels"]), len(g["params"])) for g in groups]
         here = [(type(g["method"]).__name__, tuple(g["method"].levels), len(g["params"])) for g in self.param_groups]
         if saved != here:
@@ -609,10 +611,11 @@ class MirrorDescent(Optimizer):
                     f"the saved latent of parameter {index} has shape {theirs}, but this model needs {mine}"
                 )
         kept = sum(len(_without_latent(state)) for state in states)
-        if kept != sum(group["kept"] for group in groups):
+        expected = sum(group["kept"] for group in groups)
+        if kept != expected:
             raise ValueError(
-                f"the state holds {kept} entries of {groups[0]['base_class']}, but {sum(g['kept'] for g in groups)} were "
-                "saved: the rest was lost on the way, so that training could not go on as it was"
+                f"the state holds {kept} entries of {groups[0]['base_class']}, but {expected} were saved: the rest was "
+                "lost on the way, so that training could not go on as it was"
             )
         return groups, states
 
@@ -638,14 +641,14 @@ def _without_latent(state: dict[str, Any]) -> dict[str, Any]:
 def _from_version_0_1(old: dict[str, Any]) -> dict[str, Any]:
     """A state in which the base optimizer's state, the step count and ``finalized`` stood apart, in today's form."""
     kept, state = old["base"]["state"], old["state"]
-    common = {key: old[key] for key in ("steps", "finalized", "base_class")}
-    groups = []
+    common = {"fresh": False, **{key: old[key] for key in ("steps", "finalized", "base_class")}}
+    groups, states = [], {}
     for group in old["param_groups"]:
-        count = sum(len(kept.get(i, {})) for i in group["params"])
-        groups.append({**group, **common, "fresh": False, "kept": count})
-    indices = [i for group in old["param_groups"] for i in group["params"]]
+        for i in group["params"]:
+            states[i] = {**state.get(i, {}), **kept.get(i, {})}
+        groups.append({**group, **common, "kept": sum(len(kept.get(i, {})) for i in group["params"])})
     extra = {k: v for k, v in old["base"].items() if k not in ("state", "param_groups")}
-    return {"state": {i: {**state.get(i, {}), **kept.get(i, {})} for i in indices}, "param_groups": groups, "base": extra}
+    return {"state": states, "param_groups": groups, "base": extra}
 
 
 def _diverged(name: str) -> str:

@@ -270,7 +270,7 @@ def _is_sharded(tensor: Tensor) -> bool:
 
 def _whole(tensor: Tensor) -> Tensor:
     """A tensor that is spread over processes, gathered in each of them; any other as it is."""
-    whole: Tensor = tensor.full_tensor() if _is_sharded(tensor) else tensor  # type: ignore[operator]
+    whole: Tensor = tensor.full_tensor() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return whole
 
 
@@ -278,8 +278,8 @@ def _refuse_sharded(model: nn.Module) -> None:
     sharded = [name for name, tensor in model.named_parameters() if _is_sharded(tensor)]
     if sharded:
         raise PackError(
-            f"{sharded[0]} is spread over several processes, but a packed model runs in one: call mq.save(model, path) in "
-            "all of them, and mq.load(path, plain) with a model that is not sharded"
+            f"{sharded[0]} is spread over several processes, but a packed model runs in one: call mq.save(model, path) "
+            "in all of them, and mq.load(path, plain) with a model that is not sharded"
         )
 
 
