@@ -14,7 +14,7 @@ def names(group):
 
 
 class Custom(nn.Module):
-    """What S6 is about: parameters of every kind that must not be quantized by accident."""
+    """Parameters of every kind, many of which must not be quantized by accident."""
 
     def __init__(self):
         super().__init__()
@@ -92,14 +92,14 @@ def test_the_optimizer_shows_what_it_quantizes_and_why_not_the_rest():
     assert first == "MirrorDescent(Adam, step 0)"
     assert quantized.startswith("  md-tanh-s, levels -0.1, 0, 0.1: 8 tensors, ")
     assert quantized.endswith(" weights (attention.in_proj_weight, attention.out_proj.weight, ...)")
-    assert "1 embedding (table.weight)" in floats
-    assert "2 skipped (pair.weight, pair.bias)" in floats
-    assert "2 normalization (norm.weight, norm.bias)" in floats
+    assert "embedding (1: table.weight)" in floats
+    assert "skipped (2: pair.weight, pair.bias)" in floats
+    assert "normalization (2: norm.weight, norm.bias)" in floats
     assert all("why" not in group for group in (*opt.param_groups, *opt.base.param_groups))
 
 
 def test_a_model_without_such_layers_says_what_there_is_and_what_to_do():
-    with pytest.raises(ValueError, match=r"1 bias or other vector \(0.weight\).*only=, or choose everything=True"):
+    with pytest.raises(ValueError, match=r"bias or other vector \(1: 0.weight\).*only=, or choose everything=True"):
         mq.split(nn.Sequential(nn.PReLU(), nn.BatchNorm1d(3)))
     with pytest.raises(ValueError, match=r"0\.weight has no shape yet: run one batch"):
         mq.split(nn.Sequential(nn.LazyLinear(3)))

@@ -258,7 +258,8 @@ class MirrorDescent(Optimizer):
             moved = [(name, p) for name, p in named if p in self.state]
             if moved:
                 levels, count = ", ".join(f"{q:g}" for q in method.levels), sum(p.numel() for _, p in moved)
-                told = f"{len(moved)} tensors, {count:,} weights ({listed([name for name, _ in moved])})"
+                tensors = "1 tensor" if len(moved) == 1 else f"{len(moved)} tensors"
+                told = f"{tensors}, {count:,} weights ({listed([name for name, _ in moved])})"
                 lines.append(f"  {method.name or type(method).__name__}, levels {levels}: {told}")
             usual = "method 'ref'" if isinstance(method, REF) else "frozen"
             floats += [(name, self._why.get(p, usual)) for name, p in named if p not in self.state]

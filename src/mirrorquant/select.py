@@ -157,15 +157,15 @@ def _nothing_left(
 
 
 def summarized(named: Sequence[tuple[str, str]]) -> str:
-    """Names with reasons in short: the number of names for each reason, and the first ones.
+    """Names by reason, in short: how many there are, and the first ones.
 
     >>> summarized([("a", "skipped"), ("b", "skipped"), ("c", "skipped"), ("d", "frozen")])
-    '3 skipped (a, b, ...), 1 frozen (d)'
+    'skipped (3: a, b, ...), frozen (1: d)'
     """
     by_reason: dict[str, list[str]] = {}
     for name, reason in named:
         by_reason.setdefault(reason, []).append(name)
-    return ", ".join(f"{len(names)} {reason} ({listed(names)})" for reason, names in by_reason.items())
+    return ", ".join(f"{reason} ({len(names)}: {listed(names)})" for reason, names in by_reason.items())
 
 
 def listed(names: Sequence[str]) -> str:
