@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import mirrorquant as mq
+from mirrorquant.train.config import Config
 
 
 def names(group):
@@ -60,6 +61,20 @@ def test_the_papers_choice_is_everything_but_norms():
     assert len(names(every)) == 7
     assert "gamma" in names(mq.split(Custom(), everything=True)[1])
     assert names(mq.split(small_network(), norms=True)[1]) == ["0.weight", "1.weight", "1.bias", "3.weight", "6.weight"]
+
+
+def custom(classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.PReLU(), nn.BatchNorm1d(8), nn.Linear(8, classes))
+
+
+def test_recipes_quantize_the_papers_networks_whole_and_custom_ones_by_default():
+    config = Config.from_recipe("digits/digitsnet/binary/md-tanh-s", ["affine=true"])
+    floats, quantized = config.build_optimizer(config.build_model(10, 1), 10).param_groups
+    assert quantized["param_names"] == ["conv1.weight", "conv2.weight", "conv3.weight", "fc.weight", "fc.bias"]
+    assert all(name.startswith("bn") for name in floats["param_names"])
+    config = Config.from_recipe("digits/digitsnet/binary/md-tanh-s", [f"model={__name__}:custom"])
+    _, quantized = config.build_optimizer(config.build_model(10, 1), 10).param_groups
+    assert quantized["param_names"] == ["1.weight", "4.weight"]
 
 
 def test_patterns_match_names_modules_and_types():

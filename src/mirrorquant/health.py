@@ -159,7 +159,7 @@ def advice(opt: MirrorDescent, learnt: Collection[Tensor]) -> str:
         return ""
     levels, level = collapsed[0].levels, collapsed[0].main_level
     names = [t.name for t in collapsed]
-    size = sum(float(initial[name].abs().double().sum()) for name in names) / sum(t.count for t in collapsed)
+    size = float(torch.cat([initial[name].abs().double().flatten() for name in names]).mean())
     near = [f"{t:g}" for pair, t in zip(pairwise(levels), levels.thresholds, strict=True) if level in pair]
     remedy = "choose levels on the scale of the weights"
     if levels.centre == 0 and size > 0:

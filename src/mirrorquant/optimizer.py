@@ -632,7 +632,9 @@ class MirrorDescent(Optimizer):
         return {k: v for k, v in self.__dict__.items() if k != "step" and not k.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_versions": {}})  # a copied weight counts its changes from the start
+        super().__setstate__(
+            {"_why": {}, **state, "_versions": {}}
+        )  # a copied weight counts its changes from the start
 
 
 def _without_latent(state: dict[str, Any]) -> dict[str, Any]:

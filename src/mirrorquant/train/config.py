@@ -169,7 +169,8 @@ class Config:
             named: list[dict[str, Any]] = [{"params": learnt}]
             groups = named if self.method == "ref" else split(model, skip=self.skip, everything=everything)
         except ValueError as error:
-            raise ConfigError(f"skip is {','.join(self.skip)}: {error}") from error
+            which = f"skip is {','.join(self.skip)}" if self.skip else f"model {self.model}"
+            raise ConfigError(f"{which}: {error}") from error
         base: torch.optim.Optimizer
         if self.optimizer == "sgd":
             base = torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)

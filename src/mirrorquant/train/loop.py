@@ -420,7 +420,10 @@ class Run:
             return
         if state.get("config") != self.config.text():
             raise RunError(f"{self.folder / 'checkpoint.mq'} belongs to another configuration than config.json")
-        self.opt.load_state_dict(state["optimizer"])
+        try:
+            self.opt.load_state_dict(state["optimizer"])
+        except ValueError as error:
+            raise RunError(f"{self.folder} cannot be continued by version {__version__}: {error}") from error
         self.model.load_state_dict(state["model"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.best_step, self.best_accuracy = state["best_step"], state["best_accuracy"]
