@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mirrorquant import _files
+
 from .base import Data, DataError, Images, check_digest, read
 from .fetch import fetch
 
@@ -86,7 +88,7 @@ def read_idx(folder: Path, name: str, shape: tuple[int, ...], sha256: str | None
 
 def _read_gzip(path: Path, size: int, remedy: str) -> bytearray:
     try:
-        with gzip.open(path) as file:
+        with _files.open_regular(path) as compressed, gzip.open(compressed) as file:
             content = bytearray(file.read(size + 1))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read ({error}). {remedy}") from error

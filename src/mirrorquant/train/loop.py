@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import platform
 import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from fractions import Fraction
 from pathlib import Path
 from types import FrameType
@@ -80,10 +81,11 @@ class Run:
         path = folder / "config.json"
         try:
             for unfinished in folder.glob("*.writing"):  # by a run that was killed
-                unfinished.unlink(missing_ok=True)
+                with suppress(OSError):
+                    unfinished.unlink()
             if not resume and path.exists():
                 raise RunError(f"{folder} holds a run already: continue it with --resume, or choose another --out")
-            self._build()
+            self._build(download=not resume)  # whoever resumes a stranger's run has not asked for the download
             if not resume:
                 checkpoint.write_atomically(path, config.text().encode())
         except BaseException:
@@ -114,9 +116,9 @@ class Run:
 
     # Setting up.
 
-    def _build(self) -> None:
+    def _build(self, *, download: bool) -> None:
         config = self.config
-        self.data: Data = load_data(config.data, config.data_root).to(self.device)
+        self.data: Data = load_data(config.data, config.data_root, download=download).to(self.device)
         channels = self.data.shape[0]
         self.loader = self._loader(self.data.train, config.augment or self.data.augment)
         self.model = config.build_model(len(self.data.classes), channels).to(self.device)
@@ -384,6 +386,8 @@ class Run:
             if any(bool(p.isnan().any()) for p in moved):  # the fast step does not look at its gradients
                 self._refuse_nan(self.loader.batch(self.step)[0])
             self._sync()
+            if self.metrics is not None:
+                self.metrics.sync()
             self._write_checkpoint()
 
     def _write_checkpoint(self) -> None:
@@ -410,12 +414,12 @@ class Run:
             ) from error
 
     def _load_checkpoint(self) -> None:
-        state = checkpoint.load_newest(self.folder / "checkpoint.mq", self.messages.append)
+        state = checkpoint.load_newest(self.folder / "checkpoint.mq", self.messages.append, self._check_checkpoint)
         if state is None:
             if (self.folder / "metrics.jsonl").exists():
                 self.messages.append(f"there is no checkpoint in {self.folder}: beginning anew")
             return
-        if state.get("config") != self.config.text():
+        if not self._is_of_this_run(state):
             raise RunError(f"{self.folder / 'checkpoint.mq'} belongs to another configuration than config.json")
         self.opt.load_state_dict(state["optimizer"])
         self.model.load_state_dict(state["model"])
@@ -424,10 +428,19 @@ class Run:
         self.best = {k: v.to(self.device) for k, v in state["best"].items()}
         self.losses.copy_(state["losses"])
         self.aside |= state.get("aside", {})
-        torch.set_rng_state(state["rng"])
         if "cuda_rng" in state and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
         self.messages.append(f"continuing after iteration {self.step}")
+
+    def _check_checkpoint(self, state: dict[str, Any]) -> None:
+        """Raises ValueError for a state that this run cannot go on from; that of another run is not looked into."""
+        if self._is_of_this_run(state):
+            checkpoint.check_state(state, self.model, self.opt, self.config.iterations)
+            torch.set_rng_state(state["rng"])  # torch checks its content
+
+    def _is_of_this_run(self, state: dict[str, Any]) -> bool:
+        text = state.get("config")
+        return isinstance(text, str) and Config.parse(text, self.folder / "checkpoint.mq") == self.config
 
     # The end.
 
@@ -578,7 +591,7 @@ class _Lock:
     def __init__(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.file = (folder / ".lock").open("w")
+            self.file = open(folder / ".lock", "wb", opener=_open_lock)  # noqa: SIM115
         except OSError as error:
             raise RunError(f"{folder} cannot be used as a run folder ({error.strerror})") from error
         try:
@@ -594,6 +607,12 @@ class _Lock:
     def release(self) -> None:
         """Lets go."""
         self.file.close()
+
+
+def _open_lock(path: str, flags: int) -> int:
+    """Follows no link, and does not wait for the reader of a FIFO: a stranger's folder may hold either."""
+    careful = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    return os.open(path, flags | careful, 0o666)
 
 
 USER_ERRORS = (RunError, ConfigError, DataError, ModelError, CheckpointError, MetricsError)

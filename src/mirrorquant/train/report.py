@@ -6,9 +6,13 @@ rich and tensorboard are used where they are installed; the loop needs neither.
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,23 +22,42 @@ from mirrorquant import _files
 __all__ = ["Metrics", "MetricsError", "Progress", "first_line", "read_metrics"]
 
 
+_NUMBERS = {"train": ("loss",), "val": ("accuracy",), "weights": ()}  # the curves of a summary are made of them
+
+
 class MetricsError(ValueError):
     """A metrics file that cannot be written, or a broken line of it; the message says which."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file. What follows its last line break is still being written, or was cut off: ignored."""
-    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    """The lines of a metrics file; a file that is not there has none.
+
+    What follows the last line break is still being written, or was cut off: it is ignored.
+    """
+    try:
+        content = _files.read_regular(path)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise MetricsError(f"{path} cannot be read ({error.strerror})") from error
+    *lines, _ = content.split(b"\n")
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MetricsError(f"{place}: not JSON ({error}); mend or remove the line") from error
     if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
         raise MetricsError(f'{place}: expected a JSON object with a "kind", found {line[:60]!r}')
+    step = row.get("step", None if row["kind"] in _NUMBERS else 0)
+    if type(step) is not int or not 0 <= step <= 1e15:
+        raise MetricsError(f"{place}: step is {str(step)[:60]}, expected a whole number; mend or remove the line")
+    for name in _NUMBERS.get(row["kind"], ()):  # other kinds of lines are nobody's business here
+        value = row.get(name)
+        if type(value) is not float and (type(value) is not int or abs(value) > 1e15):
+            raise MetricsError(f"{place}: {name} is {str(value)[:60]}, expected a number; mend or remove the line")
     return row
 
 
@@ -46,29 +69,77 @@ class Metrics:
         kept = [row for row in read_metrics(self.path) if row.get("step", 0) <= steps_done] if steps_done else []
         content = "".join(json.dumps(row) + "\n" for row in kept).encode()
         _files.write_atomically(self.path, content, MetricsError)
-        self.file = self.path.open("a", encoding="utf-8")
-        self.events: Any = None
         try:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.events = SummaryWriter(str(folder), purge_step=steps_done + 1)  # hides this step and all after
-        except ImportError:
-            pass
+            self.file = self.path.open("a", encoding="utf-8")
+            self.events = _Events.create(folder, steps_done + 1)
+        except OSError as error:
+            raise MetricsError(f"the metrics in {folder} cannot be written ({error.strerror})") from error
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """One line; numbers go to TensorBoard as ``kind/name``."""
-        self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        self.file.flush()
-        if self.events is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self.events.add_scalar(f"{kind}/{name}", value, step)
+        numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, (int, float))}
+        try:
+            self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+            self.file.flush()
+            if self.events is not None:
+                self.events.write(step, numbers)
+        except OSError as error:
+            raise MetricsError(f"{self.path} could not be written ({error.strerror}): free some space") from error
+
+    def sync(self) -> None:
+        """Puts the lines so far on the disk: a checkpoint that survives a power cut must not lose its metrics."""
+        try:
+            os.fsync(self.file.fileno())
+        except OSError as error:
+            raise MetricsError(f"{self.path} could not be written ({error.strerror})") from error
 
     def close(self) -> None:
         """Closes both."""
+        for file in (self.file, self.events):
+            with suppress(OSError):  # of a line that could not be written, which was reported then
+                if file is not None:
+                    file.close()
+
+
+class _Events:
+    """TensorBoard events, written by the thread that calls: tensorboard's own writer reports failures from another."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self.proto = event_pb2
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"  # sorts by time
+        self.file = (folder / name).open("xb")
+        self.records = RecordWriter(self.file)
+        self._add(file_version="brain.Event:2")
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._add(step=first_step, session_log=start)  # hides this step and all after it in older files
+
+    @classmethod
+    def create(cls, folder: Path, first_step: int) -> _Events | None:
+        """A new file of events; None without tensorboard."""
+        try:
+            return cls(folder, first_step)
+        except ImportError:
+            return None
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """The values of one step by name."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        if values:
+            self._add(step=step, summary=Summary(value=values))
+
+    def close(self) -> None:
+        """Closes the file."""
         self.file.close()
-        if self.events is not None:
-            self.events.close()
+
+    def _add(self, **content: Any) -> None:
+        event = self.proto.Event(wall_time=time.time(), **content)
+        self.records.write(event.SerializeToString())
+        self.file.flush()
 
 
 class Progress:
