@@ -38,6 +38,8 @@ def write_atomically(path: Path, content: bytes, error: type[Exception]) -> None
     except OSError as problem:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if not path.parent.is_dir():
+            raise error(f"{path} could not be written: its folder is gone") from problem
         raise error(f"{path} could not be written ({problem.strerror}); what was there before is intact") from problem
     try:
         sync_folder(path.parent)

@@ -168,6 +168,10 @@ def check_state(state: dict[str, Any], model: nn.Module, optimizer: MirrorDescen
         raise ValueError(f"aside is {_shown(aside)}, expected seconds by name")
     for name in ("startup", "validation", "checkpoints"):
         _number(aside.get(name, 0.0), 0, 1e12, f"aside.{name}")
+    seal = state.get("metrics", {"bytes": 0, "sha256": ""})  # earlier versions had none
+    if not isinstance(seal, dict) or not isinstance(seal.get("sha256"), str):
+        raise ValueError(f"metrics is {_shown(seal)}, expected bytes and sha256")
+    _whole(seal.get("bytes"), 0, 1 << 60, "metrics.bytes")
     _check_tensor(state.get("losses"), torch.zeros(()), "losses")
     _check_tensor(state.get("rng"), torch.get_rng_state(), "rng")
     _check_model(state.get("model"), model, "model")

@@ -102,7 +102,7 @@ class Run:
         name = self.config.recipe or f"{self.config.data} {self.config.method}"
         try:
             self._load_checkpoint()
-            self.metrics = Metrics(self.folder, self.step)
+            self.metrics = Metrics(self.folder, self.step, self.seal)
             with Progress(name, self.config.iterations, self.step, quiet=self.quiet) as progress, _signals() as stop:
                 for message in self.messages:
                     progress.say(message)
@@ -142,6 +142,7 @@ class Run:
         self.aside = {"startup": 0.0, "validation": 0.0, "checkpoints": 0.0}  # seconds that did not go into training
         self.best: dict[str, Tensor] = {}
         self.losses = torch.zeros((), device=self.device)
+        self.seal: dict[str, Any] | None = None  # of the metrics, in the checkpoint that the run goes on from
         self.messages: list[str] = []
 
     def _loader(self, images: Images, augment: str) -> Loader:
@@ -386,8 +387,6 @@ class Run:
             if any(bool(p.isnan().any()) for p in moved):  # the fast step does not look at its gradients
                 self._refuse_nan(self.loader.batch(self.step)[0])
             self._sync()
-            if self.metrics is not None:
-                self.metrics.sync()
             self._write_checkpoint()
 
     def _write_checkpoint(self) -> None:
@@ -404,11 +403,15 @@ class Run:
             "rng": torch.get_rng_state(),
             "config": self.config.text(),
         }
+        if self.metrics is not None:
+            state["metrics"] = self.metrics.seal()
         if self.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
         try:
             checkpoint.save(self.folder / "checkpoint.mq", state)
         except CheckpointError as error:
+            if not self.folder.is_dir():
+                raise RunError(f"{error}. It was removed or renamed while the run went on: start again") from error
             raise RunError(
                 f"{error}. Free some space and continue with --resume {shlex.quote(str(self.folder))}"
             ) from error
@@ -428,9 +431,12 @@ class Run:
         self.best = {k: v.to(self.device) for k, v in state["best"].items()}
         self.losses.copy_(state["losses"])
         self.aside |= state.get("aside", {})
+        self.seal = state.get("metrics")
         if "cuda_rng" in state and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
         self.messages.append(f"continuing after iteration {self.step}")
+        if self.step and not (self.folder / "metrics.jsonl").exists():
+            self.messages.append(f"{self.folder / 'metrics.jsonl'} is missing: the curves begin here")
 
     def _check_checkpoint(self, state: dict[str, Any]) -> None:
         """Raises ValueError for a state that this run cannot go on from; that of another run is not looked into."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mirrorquant import anneal
+from mirrorquant import _files, anneal
 from mirrorquant.levels import BINARY, TERNARY
 from mirrorquant.mirrors import Mirror, ShiftedTanh, Tanh
 from mirrorquant.train.report import MetricsError, read_metrics
@@ -612,7 +612,7 @@ def _typed(file: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(_files.read_regular(file))
     except FileNotFoundError as error:
         raise PlotError(f"{file}: no such file; is {file.parent} a run folder?") from error
     except (OSError, ValueError, RecursionError) as error:

@@ -5,6 +5,7 @@ rich and tensorboard are used where they are installed; the loop needs neither.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -34,12 +35,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     What follows the last line break is still being written, or was cut off: it is ignored.
     """
+    return _rows(_read(path), path)
+
+
+def _read(path: Path) -> bytes:
     try:
-        content = _files.read_regular(path)
+        return _files.read_regular(path)
     except FileNotFoundError:
-        return []
+        return b""
     except OSError as error:
         raise MetricsError(f"{path} cannot be read ({error.strerror})") from error
+
+
+def _rows(content: bytes, path: Path) -> list[dict[str, Any]]:
     *lines, _ = content.split(b"\n")
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
@@ -64,34 +72,55 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
 class Metrics:
     """Appends to ``metrics.jsonl``, and to TensorBoard events where tensorboard is installed."""
 
-    def __init__(self, folder: Path, steps_done: int) -> None:
+    def __init__(self, folder: Path, steps_done: int, seal: Mapping[str, Any] | None = None) -> None:
+        """Goes on after ``steps_done`` steps; ``seal`` is what :meth:`seal` returned then."""
         self.path = folder / "metrics.jsonl"
-        kept = [row for row in read_metrics(self.path) if row.get("step", 0) <= steps_done] if steps_done else []
-        content = "".join(json.dumps(row) + "\n" for row in kept).encode()
+        content = b""
+        if steps_done and self.path.exists():
+            content = self._kept(_read(self.path), steps_done, seal)
+        self.bytes, self.digest = len(content), hashlib.sha256(content)
         _files.write_atomically(self.path, content, MetricsError)
         try:
-            self.file = self.path.open("a", encoding="utf-8")
+            self.file = self.path.open("ab")
             self.events = _Events.create(folder, steps_done + 1)
         except OSError as error:
             raise MetricsError(f"the metrics in {folder} cannot be written ({error.strerror})") from error
 
+    def _kept(self, content: bytes, steps_done: int, seal: Mapping[str, Any] | None) -> bytes:
+        """What was recorded up to a checkpoint; lines after it are recorded anew."""
+        if seal is None:  # by a version that did not seal them
+            kept = [row for row in _rows(content, self.path) if row.get("step", 0) <= steps_done]
+            return "".join(json.dumps(row) + "\n" for row in kept).encode()
+        content = content[: seal["bytes"]]
+        _rows(content, self.path)  # names the line, if it is one that is broken
+        if hashlib.sha256(content).hexdigest() != seal["sha256"]:
+            raise MetricsError(
+                f"{self.path} differs from what iteration {steps_done} had recorded: restore it, or delete it to go on "
+                "without the curves so far"
+            )
+        return content
+
+    def seal(self) -> dict[str, Any]:
+        """Puts the lines so far on the disk, and returns their size and checksum, for a checkpoint to keep."""
+        try:
+            os.fsync(self.file.fileno())
+        except OSError as error:
+            raise MetricsError(f"{self.path} could not be written ({error.strerror})") from error
+        return {"bytes": self.bytes, "sha256": self.digest.hexdigest()}
+
     def write(self, kind: str, step: int, **values: Any) -> None:
         """One line; numbers go to TensorBoard as ``kind/name``."""
         numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, (int, float))}
+        line = (json.dumps({"kind": kind, "step": step, **values}) + "\n").encode()
+        self.bytes += len(line)
+        self.digest.update(line)
         try:
-            self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+            self.file.write(line)
             self.file.flush()
             if self.events is not None:
                 self.events.write(step, numbers)
         except OSError as error:
             raise MetricsError(f"{self.path} could not be written ({error.strerror}): free some space") from error
-
-    def sync(self) -> None:
-        """Puts the lines so far on the disk: a checkpoint that survives a power cut must not lose its metrics."""
-        try:
-            os.fsync(self.file.fileno())
-        except OSError as error:
-            raise MetricsError(f"{self.path} could not be written ({error.strerror})") from error
 
     def close(self) -> None:
         """Closes both."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mirrorquant import _files
 from mirrorquant.train import recipes
 
 __all__ = ["FREE_KEYS", "SPEED_KEYS", "TableError", "changed", "compare_row", "compare_table", "results_table"]
@@ -216,7 +217,7 @@ def with_results(readme: str, table: str) -> str:
 def _read(file: Path) -> _Run | None:
     """The run that a file describes; None if it describes something else."""
     try:
-        summary = json.loads(file.read_text(encoding="utf-8"))
+        summary = json.loads(_files.read_regular(file))
     except (OSError, ValueError, RecursionError) as error:
         raise TableError(f"{file}: not readable as JSON ({error}); mend or remove it") from error
     if not isinstance(summary, dict) or "recipe" not in summary or file.name == "config.json":
