@@ -1,8 +1,8 @@
 """Damages the files of run folders and reads them with every command: `python tests/fuzz_files.py 2000`.
 
-Bytes are changed, or the content is, with its checksum recomputed, or another kind of file takes the place of one. Each
-command must end in one line of the library's own, or do its work; where only bytes were changed, a run that goes on must
-end bit-identical to one that was never touched.
+Bytes are changed, or the content is, with its checksum recomputed, or another kind of file takes the place of one.
+Each command must end in one line of the library's own, or do its work; where only bytes were changed, a run that goes
+on must end bit-identical to one that was never touched.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import os
 import random
 import shutil
 import signal
-import socket
+import stat
 import sys
 import tempfile
 import traceback
@@ -38,7 +38,23 @@ COMMANDS = {
     "summary.json": ["summary", "table", "curves", "curves-file"],
     ".lock": ["train"],
 }
-ODD_VALUES = [None, True, -1, 0, 3, 2**70, 10**400, 0.5, float("nan"), float("inf"), "", "x", "\ud800", "\x1b[31m", b"x"]
+ODD_VALUES = [
+    None,
+    True,
+    -1,
+    0,
+    3,
+    2**70,
+    10**400,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "\ud800",
+    "\x1b[31m",
+    b"x",
+]
 ODD_VALUES += [[], {}, (), [[]], {"x": None}, {0: 1}, "a:b", "../..", "-1,1"]
 
 
@@ -82,6 +98,8 @@ def change_bytes(content, rng):
 
 def odd_tensor(tensor, rng):
     """Something in the place of a tensor that no run would write there."""
+    if tensor.numel() > 1 << 20:  # it is one already
+        return torch.zeros(())
     kinds = [
         lambda: torch.full_like(tensor.float(), float("nan")),
         lambda: tensor.double() if tensor.dtype == torch.float32 else tensor.float(),
@@ -202,8 +220,7 @@ def other_kind(path, rng):
     elif kind == 3:
         path.symlink_to(path.name)
     elif kind == 4:
-        with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):
-            server.bind(path.name)
+        os.mknod(path, stat.S_IFSOCK | 0o600)
     elif kind == 5:
         path.touch()
 
@@ -213,6 +230,10 @@ def damage(folder, name, rng):
     path = folder / name
     if not path.exists():  # .new is the newest, if there is one
         shutil.copy(folder / "checkpoint.mq", path)
+    if name.startswith("checkpoint") and rng.random() < 0.5:  # no spare to fall back to
+        for other in folder.glob("checkpoint.*"):
+            if other != path:
+                other.unlink()
     kind = rng.choice(["bytes", "content", "content", "content", "kind"])
     if name == ".lock":
         kind = "kind"

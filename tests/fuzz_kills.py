@@ -25,6 +25,7 @@ from mirrorquant.cli import main
 TINY = ["iterations=8", "batch_size=16", "eval_every=2", "log_every=3", "checkpoint_every=2", "width=4"]
 TINY += ["histogram_every=4"]
 OPERATIONS = ("replace", "fsync", "unlink")  # of the module os: those that change or settle what a folder holds
+NAMES = (*methods.list(), "compare")
 COMPARED = "ref,bc,md-tanh-s"
 
 
@@ -97,7 +98,7 @@ def folders_of(folder, name):
     return sorted(path for path in folder.iterdir() if path.is_dir()) if name == "compare" else [folder]
 
 
-def fuzz(count, seed, names=(*methods.list(), "compare"), say=lambda text: None):
+def fuzz(count, seed, names=NAMES, say=lambda text: None):
     """Kills so many processes, over all names in turn; returns how many by name, and what was not bit-identical."""
     from test_train import assert_identical  # which imports this module
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from mirrorquant import _files
 
 from .base import Data, DataError, Images, check_digest, read
-from .fetch import fetch
+from .fetch import command, fetch
 
 MEAN, STD = (0.2860,), (0.3530,)
 VAL = 5_000
@@ -51,7 +51,8 @@ def load(root: Path, *, download: bool) -> Data:
     places = (own, root, root / "FashionMNIST" / "raw", SYSTEM)
     folder = next((p for p in places if any(_has(p, name) for name in SHAPES)), None)
     if folder is None and not download:
-        raise DataError(f"No file of Fashion-MNIST is in {own}, and downloading is off. {remedy}")
+        how = command("fashion-mnist", root)
+        raise DataError(f"No file of Fashion-MNIST is in {own}, and downloading is off. {remedy} {how}")
     folder = folder or own
     for name, md5 in MD5.items():
         if download and folder == own and not _has(own, name):  # all of them, or what a download that broke off left

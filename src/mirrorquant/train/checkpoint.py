@@ -29,6 +29,7 @@ __all__ += ["write_atomically"]
 MAGIC = b"mirrorquant checkpoint 1 sha256 "
 HEADER = len(MAGIC) + 64 + 1
 _SCHEDULED = ("lr", "beta", "weight_decay")  # what a step changes in a group of the optimizer
+_PROGRESS = {"steps", "finalized", "fresh", "kept"}  # beside it
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}
 
 
@@ -166,8 +167,8 @@ def check_state(state: dict[str, Any], model: nn.Module, optimizer: MirrorDescen
     aside = state.get("aside", {})
     if not isinstance(aside, dict):
         raise ValueError(f"aside is {_shown(aside)}, expected seconds by name")
-    for name in ("startup", "validation", "checkpoints"):
-        _number(aside.get(name, 0.0), 0, 1e12, f"aside.{name}")
+    for name, seconds in aside.items():
+        _number(seconds, 0, 1e12, f"aside: {_shown(name)}")
     seal = state.get("metrics", {"bytes": 0, "sha256": ""})  # earlier versions had none
     if not isinstance(seal, dict) or not isinstance(seal.get("sha256"), str):
         raise ValueError(f"metrics is {_shown(seal)}, expected bytes and sha256")
@@ -202,26 +203,26 @@ def _check_model(found: object, model: nn.Module, what: str) -> None:
 
 
 def _check_optimizer(found: object, optimizer: MirrorDescent, step: int) -> None:
-    expected = optimizer.state_dict()
-    if not isinstance(found, dict) or not set(expected) <= set(found):
-        raise ValueError("optimizer lacks a part of its state")
-    _whole(found["steps"], step, step, "the optimizer's number of steps")
-    if not isinstance(found["finalized"], bool):
-        raise ValueError(f"optimizer: finalized is {_shown(found['finalized'])}, expected true or false")
-    _check_groups(found["param_groups"], expected["param_groups"], "optimizer")
-    if not isinstance(found["state"], dict) or set(found["state"]) != set(expected["state"]):
-        raise ValueError("optimizer has latents of other parameters")
-    for index, entry in expected["state"].items():
-        for name, tensor in entry.items():
-            _check_tensor(found["state"][index][name], tensor, f"optimizer: {name} of parameter {index}")
-    base = found["base"]
-    if not isinstance(base, dict) or not isinstance(base.get("state"), dict):
-        raise ValueError("the base optimizer lacks a part of its state")
-    _check_groups(base.get("param_groups"), expected["base"]["param_groups"], "base optimizer")
+    """Compares a state of the optimizer; that of its base optimizer may stand apart in it, under "base"."""
+    parts = [(found, optimizer.state_dict()["param_groups"], "optimizer")]
+    if isinstance(found, dict) and isinstance(found.get("base"), dict) and "state" in found["base"]:
+        parts.append((found["base"], optimizer.base.state_dict()["param_groups"], "base optimizer"))
     moved = [p for group in optimizer.base.param_groups for p in group["params"]]
-    for index, entry in base["state"].items():
-        _whole(index, 0, len(moved) - 1, "the number of a parameter")
-        _check_moments(entry, moved[index], isinstance(optimizer.base, torch.optim.Adam), index)
+    for part, groups, what in parts:
+        if not isinstance(part, dict) or not isinstance(part.get("state"), dict):
+            raise ValueError(f"the {what} lacks a part of its state")
+        _check_groups(part.get("param_groups"), groups, what)
+        for group in (part, *part["param_groups"]):
+            _whole(group.get("steps", step), step, step, f"the {what}'s number of steps")
+            if not isinstance(group.get("finalized", False), bool):
+                raise ValueError(f"the {what}: finalized is {_shown(group['finalized'])}, expected true or false")
+        for index, entry in part["state"].items():
+            _whole(index, 0, len(moved) - 1, "the number of a parameter")
+            _check_moments(entry, moved[index], f"{what}: parameter {index}")
+    state = parts[0][0]["state"]  # type: ignore[index]
+    for index, weight in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for name, tensor in optimizer.state.get(weight, {}).items():
+            _check_tensor(state[index][name], tensor, f"optimizer: {name} of parameter {index}")
 
 
 def _check_groups(found: object, expected: list[dict[str, Any]], what: str) -> None:
@@ -231,25 +232,22 @@ def _check_groups(found: object, expected: list[dict[str, Any]], what: str) -> N
     for mine, theirs in zip(found, expected, strict=True):
         if not isinstance(mine, dict) or not {"params", *(set(_SCHEDULED) & set(theirs))} <= set(mine):
             raise ValueError(f"a group of the {what} lacks a part of its state")
-        for key in set(mine) & set(theirs):  # what only one of them has came or went with a version of torch
+        for key in (set(mine) & set(theirs)) - _PROGRESS:  # what only one of them has came or went with a version
             if key in _SCHEDULED:
                 _number(mine[key], 0, 1e38, f"{key} of the {what}")
             elif type(mine[key]) is not type(theirs[key]) or mine[key] != theirs[key]:
                 raise ValueError(f"{key} of the {what} is {_shown(mine[key])}, expected {_shown(theirs[key])}")
 
 
-def _check_moments(entry: object, parameter: Tensor, adam: bool, index: int) -> None:
-    if not isinstance(entry, dict) or (adam and entry and not set(entry) >= _ADAM):
-        raise ValueError(f"the base optimizer's state of parameter {index} is not whole")
+def _check_moments(entry: object, parameter: Tensor, what: str) -> None:
+    if not isinstance(entry, dict) or (set(entry) & _ADAM not in (set(), _ADAM)):
+        raise ValueError(f"{what} is not whole")
     for name, value in entry.items():
-        what = f"base optimizer: {name} of parameter {index}"
-        if not isinstance(value, Tensor):
-            if value is not None:
-                _number(value, 0, 1e15, what)
-            continue
-        _check_tensor(value, value.new_empty(()) if name == "step" else parameter, what)
-        if name == "step":
-            _number(value.item(), 0, 1e15, what)
+        if isinstance(value, Tensor):
+            _check_tensor(value, value.new_empty(()) if name == "step" else parameter, f"{what}, {name}")
+            value = value.item() if name == "step" else None
+        if value is not None:
+            _number(value, 0, 1e15, f"{what}, {name}")
 
 
 def _check_tensor(found: object, expected: Tensor, what: str, *, nan: bool = False) -> None:

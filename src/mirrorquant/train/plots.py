@@ -589,7 +589,7 @@ def _load_summary(file: Path) -> _Run:
         train = {int(step): {"loss": float(loss), "beta": beta(int(step))} for step, loss in summary["loss_curve"]}
         val = {int(step): {"accuracy": float(accuracy)} for step, accuracy in summary["curve"]}
         name = method_name(str(summary.get("recipe") or ""), config, summary.get("overrides"))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise PlotError(f"{file}: not the summary of a run ({type(error).__name__}: {error})") from error
     return _Run(file, config, name, train=train, val=val)
 
