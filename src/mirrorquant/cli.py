@@ -56,6 +56,7 @@ __all__ = ["main"]
 
 PACKED = ".safetensors"
 DEFAULT = "digits/digitsnet/binary/md-tanh-s"
+TRUSTED = "a run of a custom model imports the module it names, so only use runs you trust"
 _CHANGEABLE = ("train", "compare")  # take key=value
 
 
@@ -623,7 +624,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub = command("train", train, "train a network", "mirrorquant train cifar10/resnet18/binary/md-tanh-s seed=1")
     sub.add_argument("recipe", nargs="?", help=f"a name from 'mirrorquant recipes'; default: {DEFAULT}")
     sub.add_argument("--out", type=Path, help="the run's folder; default: a new one in runs/")
-    sub.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder")
+    sub.add_argument("--resume", type=Path, metavar="RUN", help=f"go on with the run in this folder; {TRUSTED}")
     _common(sub)
     sub = command("compare", compare, "several methods on one task", "mirrorquant compare digits/digitsnet --seeds 3")
     sub.add_argument("task", nargs="?", default="digits/digitsnet", help="data set and model of the recipes")
@@ -634,7 +635,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub.add_argument("--resume", action="store_true", help="continue the comparison in the folder")
     _common(sub)
     sub = command("eval", evaluate, "the best rounded network of a run", "mirrorquant eval runs/NAME --split val")
-    sub.add_argument("folder", type=_run, metavar="RUN-OR-FILE", help=f"a run, a packed *{PACKED}, or an *.onnx file")
+    sub.add_argument(
+        "folder", type=_run, metavar="RUN-OR-FILE", help=f"a run, a packed *{PACKED}, or an *.onnx file; {TRUSTED}"
+    )
     sub.add_argument("--split", default="test", choices=["train", "val", "test"])
     sub.add_argument("--data", help="of a file: the data set, unless the file tells")
     sub.add_argument("--data-root", help="of a file: where data sets are; data/ unless told")
@@ -660,7 +663,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub = command("plots", draw_projections, "projections, inverses, mirror maps", "mirrorquant plots --out figures")
     sub.add_argument("--out", type=Path, default=Path("figures"))
     sub = command("pack", pack, "a run's network at one bit a weight", "mirrorquant pack runs/NAME -o net.safetensors")
-    sub.add_argument("what", type=Path, metavar="RUN", help="the run's folder, or its best.mq")
+    sub.add_argument("what", type=Path, metavar="RUN", help=f"the run's folder, or its best.mq; {TRUSTED}")
     sub.add_argument("-o", "--out", type=Path, metavar="FILE", help=f"RUN/packed{PACKED} unless told")
     sub.add_argument("--json", action="store_true", help="print JSON")
     sub = command("export", export, "for other runtimes, at one bit a weight", "mirrorquant export runs/NAME --to onnx")
