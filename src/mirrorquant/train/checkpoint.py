@@ -221,8 +221,9 @@ def _check_optimizer(found: object, optimizer: MirrorDescent, step: int) -> None
             _check_moments(entry, moved[index], f"{what}: parameter {index}")
     state = parts[0][0]["state"]  # type: ignore[index]
     for index, weight in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        for name, tensor in optimizer.state.get(weight, {}).items():
-            _check_tensor(state[index][name], tensor, f"optimizer: {name} of parameter {index}")
+        latent = optimizer.state.get(weight, {}).get("latent")
+        if latent is not None:
+            _check_tensor(state[index]["latent"], latent, f"optimizer: latent of parameter {index}")
 
 
 def _check_groups(found: object, expected: list[dict[str, Any]], what: str) -> None:
