@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mirrorquant import _files
 from mirrorquant.optimizer import MirrorDescent
+from mirrorquant.train.report import first_line
 
 __all__ = ["Best", "CheckpointError", "check_state", "fill", "load", "load_best", "load_newest", "save"]
 __all__ += ["write_atomically"]
@@ -87,7 +88,7 @@ def load_newest(
 ) -> dict[str, Any] | None:
     """The newest checkpoint that is whole: one on its way into place, the last one, or its spare; None if none is.
 
-    ``check`` raises ValueError for a state that does not fit; that file then counts as damaged.
+    ``check`` raises for a state that does not fit; that file then counts as damaged.
     """
     problems = []
     for candidate in (path.with_name(path.name + ".new"), path, previous(path)):
@@ -184,11 +185,11 @@ def check_state(state: dict[str, Any], model: nn.Module, optimizer: MirrorDescen
 
 
 def _check(path: Path, check: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
-    """Runs a check; torch's own errors count too, since a crafted state can fail in any comparison."""
+    """Runs a check, or loads a state: a crafted one can fail in any way whatever."""
     try:
         check(state)
-    except (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError) as error:
-        told = str(error).strip().split("\n")[0]
+    except Exception as error:
+        told = str(error).strip().split("\n")[0] if isinstance(error, ValueError) else first_line(error)
         raise CheckpointError(f"{path} does not fit this run: {told}") from error
 
 
@@ -231,7 +232,8 @@ def _check_groups(found: object, expected: list[dict[str, Any]], what: str) -> N
     if not isinstance(found, list) or len(found) != len(expected):
         raise ValueError(f"the {what} has other groups of parameters")
     for mine, theirs in zip(found, expected, strict=True):
-        if not isinstance(mine, dict) or not {"params", *(set(_SCHEDULED) & set(theirs))} <= set(mine):
+        needed = {"params", "method", "levels", *_SCHEDULED} & set(theirs)
+        if not isinstance(mine, dict) or not needed <= set(mine):
             raise ValueError(f"a group of the {what} lacks a part of its state")
         for key in (set(mine) & set(theirs)) - _PROGRESS:  # what only one of them has came or went with a version
             if key in _SCHEDULED:

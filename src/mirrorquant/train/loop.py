@@ -417,32 +417,32 @@ class Run:
             ) from error
 
     def _load_checkpoint(self) -> None:
-        state = checkpoint.load_newest(self.folder / "checkpoint.mq", self.messages.append, self._check_checkpoint)
+        state = checkpoint.load_newest(self.folder / "checkpoint.mq", self.messages.append, self._restore)
         if state is None:
             if (self.folder / "metrics.jsonl").exists():
                 self.messages.append(f"there is no checkpoint in {self.folder}: beginning anew")
             return
         if not self._is_of_this_run(state):
             raise RunError(f"{self.folder / 'checkpoint.mq'} belongs to another configuration than config.json")
-        self.opt.load_state_dict(state["optimizer"])
-        self.model.load_state_dict(state["model"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.best_step, self.best_accuracy = state["best_step"], state["best_accuracy"]
         self.best = {k: v.to(self.device) for k, v in state["best"].items()}
         self.losses.copy_(state["losses"])
         self.aside |= state.get("aside", {})
         self.seal = state.get("metrics")
-        if "cuda_rng" in state and self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
         self.messages.append(f"continuing after iteration {self.step}")
         if self.step and not (self.folder / "metrics.jsonl").exists():
             self.messages.append(f"{self.folder / 'metrics.jsonl'} is missing: the curves begin here")
 
-    def _check_checkpoint(self, state: dict[str, Any]) -> None:
-        """Raises ValueError for a state that this run cannot go on from; that of another run is not looked into."""
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Loads what can fail, and raises where it does, so that the spare is tried; another run's is left alone."""
         if self._is_of_this_run(state):
             checkpoint.check_state(state, self.model, self.opt, self.config.iterations)
-            torch.set_rng_state(state["rng"])  # torch checks its content
+            self.opt.load_state_dict(state["optimizer"])
+            self.model.load_state_dict(state["model"])
+            torch.set_rng_state(state["rng"])
+            if "cuda_rng" in state and self.device.type == "cuda":
+                torch.cuda.set_rng_state(state["cuda_rng"], self.device)
 
     def _is_of_this_run(self, state: dict[str, Any]) -> bool:
         text = state.get("config")

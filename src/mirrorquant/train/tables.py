@@ -238,7 +238,7 @@ def _read(file: Path) -> _Run | None:
         )
     except KeyError as error:
         raise TableError(f"{file}: the summary has no {error}; run it again or remove it") from error
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise TableError(f"{file}: the summary holds a value of the wrong type: {error}") from error
 
 
