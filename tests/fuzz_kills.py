@@ -108,7 +108,7 @@ def fuzz(count, seed, names=NAMES, say=lambda text: None):
         with contextlib.redirect_stdout(io.StringIO()):
             main(command_line("bc", Path(temporary) / "warm", False))  # imports what the processes need, once
         durations = {name: finish(command_line(name, whole / name, False)) for name in names}
-        while sum(kills.values()) < count:
+        while sum(kills.values()) < count or not all(kills.values()):
             name = min(names, key=lambda name: kills[name])
             shutil.rmtree(cut, ignore_errors=True)
             resumed = False

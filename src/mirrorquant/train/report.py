@@ -62,7 +62,7 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
     step = row.get("step", None if row["kind"] in _NUMBERS else 0)
     if type(step) is not int or not 0 <= step <= 1e15:
         raise MetricsError(f"{place}: step is {str(step)[:60]}, expected a whole number; mend or remove the line")
-    for name in _NUMBERS.get(row["kind"], ()):  # other kinds of lines are nobody's business here
+    for name in _NUMBERS.get(row["kind"], ()):  # lines of other kinds may hold anything
         value = row.get(name)
         if type(value) is not float and (type(value) is not int or abs(value) > 1e15):
             raise MetricsError(f"{place}: {name} is {str(value)[:60]}, expected a number; mend or remove the line")
