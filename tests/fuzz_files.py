@@ -275,7 +275,7 @@ def run_command(arguments):
     try:
         with contextlib.redirect_stderr(told), contextlib.redirect_stdout(printed), warnings.catch_warnings():
             warnings.simplefilter("default")
-            warnings.filterwarnings("ignore", "constrained_layout not applied")  # a label of 400 digits
+            warnings.filterwarnings("ignore", "constrained_layout not applied|Glyph")  # labels nobody would choose
             code = main(arguments)
     finally:
         signal.alarm(0)

@@ -1,12 +1,13 @@
 """Files that appear whole or not at all, and reading files that others may have prepared."""
 
 import errno
+import json
 import os
 import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # by file systems that cannot synchronize a directory
 
@@ -20,6 +21,22 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
     """The content of a regular file; anything else raises OSError."""
     with open_regular(path) as file:
         return file.read()
+
+
+def parse_json(content: bytes) -> Any:
+    """The value of a JSON text; ValueError where it is none, or has an integer that does not fit 64 bits.
+
+    >>> parse_json(b"[1" + 400 * b"0" + b"]")
+    Traceback (most recent call last):
+    ValueError: an integer of 401 digits
+    """
+    return json.loads(content, parse_int=_parse_int)
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > 19:  # it would not be a float either
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
 
 
 def write_atomically(path: Path, content: bytes, error: type[Exception]) -> None:

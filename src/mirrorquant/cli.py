@@ -435,7 +435,7 @@ def _summary_of(folder: Path) -> dict[str, Any]:
     Config.load(folder / "config.json")
     path = folder / "summary.json"
     try:
-        content: dict[str, Any] = json.loads(_files.read_regular(path))
+        content: dict[str, Any] = _files.parse_json(_files.read_regular(path))
         for row in content["layers"]:
             sizes = [row["count"], row["bits"], *row["shape"]]
             if not isinstance(row["name"], str) or not all(type(n) is int and 0 <= n < 1 << 40 for n in sizes):

@@ -7,7 +7,6 @@ is made, and no state of it is changed.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import textwrap
@@ -612,7 +611,7 @@ def _typed(file: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(_files.read_regular(file))
+        content = _files.parse_json(_files.read_regular(file))
     except FileNotFoundError as error:
         raise PlotError(f"{file}: no such file; is {file.parent} a run folder?") from error
     except (OSError, ValueError, RecursionError) as error:

@@ -54,7 +54,7 @@ def _rows(content: bytes, path: Path) -> list[dict[str, Any]]:
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = _files.parse_json(line)
     except (ValueError, RecursionError) as error:
         raise MetricsError(f"{place}: not JSON ({error}); mend or remove the line") from error
     if not isinstance(row, dict) or not isinstance(row.get("kind"), str):

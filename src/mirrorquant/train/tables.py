@@ -6,7 +6,6 @@ hand. :func:`compare_row` makes a line of :func:`compare_table` from one summary
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
@@ -217,7 +216,7 @@ def with_results(readme: str, table: str) -> str:
 def _read(file: Path) -> _Run | None:
     """The run that a file describes; None if it describes something else."""
     try:
-        summary = json.loads(_files.read_regular(file))
+        summary = _files.parse_json(_files.read_regular(file))
     except (OSError, ValueError, RecursionError) as error:
         raise TableError(f"{file}: not readable as JSON ({error}); mend or remove it") from error
     if not isinstance(summary, dict) or "recipe" not in summary or file.name == "config.json":
