@@ -7,6 +7,7 @@ is made, and no state of it is changed.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import textwrap
