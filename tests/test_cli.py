@@ -477,3 +477,10 @@ def test_what_a_killed_run_was_writing_is_removed_when_it_goes_on(run_folder):
     half.write_bytes(b"half of a checkpoint")
     assert main(["train", "--resume", str(run_folder), "--quiet"]) == 0
     assert not half.exists()
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "pack"])
+def test_help_warns_of_runs_of_strangers(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert "only use runs you trust" in " ".join(capsys.readouterr().out.split())

@@ -5,9 +5,11 @@ import hashlib
 import os
 import pickle
 import random
+import stat
 import sys
 import tarfile
 import urllib.error
+import zlib
 
 import numpy as np
 import pytest
@@ -606,3 +608,135 @@ def test_the_real_cifar10_has_its_known_channel_means():
     assert (len(found.train), len(found.val), len(found.test)) == (45_000, 5_000, 10_000)
     mean, _ = statistics(torch.cat([found.train.images, found.val.images]))
     assert [round(m, 8) for m in mean] == [0.49139968, 0.48215841, 0.44653091]
+
+
+# Files that were made to do harm -------------------------------------------------------------------------------------
+
+
+def split_folder(tmp_path):
+    """A folder of one class with a good image to train; where the one to test belongs."""
+    picture(tmp_path / "train" / "a" / "0.png", 0, 12, 8)
+    picture(tmp_path / "train" / "a" / "1.png", 1, 12, 8)
+    (tmp_path / "test" / "a").mkdir(parents=True)
+    return tmp_path / "test" / "a" / "0.png"
+
+
+def test_a_long_thin_image_is_not_blown_up_before_it_is_cut(tmp_path, monkeypatch):
+    image, sizes = pytest.importorskip("PIL.Image"), []
+    file = split_folder(tmp_path)
+    image.fromarray(noise(0, 60_000, 1, 3)).save(file)
+    resize = image.Image.resize
+
+    def watched(self, size, *given, **options):
+        sizes.append(size)
+        assert size[0] * size[1] < 1 << 20
+        return resize(self, size, *given, **options)
+
+    monkeypatch.setattr(image.Image, "resize", watched)
+    assert load(f"folder:{tmp_path}:224").test.shape == (3, 224, 224)
+    assert set(sizes) == {(224, 224)}
+
+
+@pytest.mark.parametrize(("width", "height"), [(100, 80), (17, 300), (33, 32), (5, 7), (64, 64), (1, 9)])
+def test_the_central_square_is_what_resizing_all_and_cutting_gives(tmp_path, width, height):
+    image = pytest.importorskip("PIL.Image")
+    file = split_folder(tmp_path)
+    pixels = picture(file, 3, width, height)
+    scale = 32 / min(width, height)
+    wide, high = max(32, round(width * scale)), max(32, round(height * scale))
+    left, top = (wide - 32) // 2, (high - 32) // 2
+    whole = image.fromarray(pixels).resize((wide, high), image.Resampling.BILINEAR)
+    expected = np.asarray(whole.crop((left, top, left + 32, top + 32))).transpose(2, 0, 1).astype(int)
+    found = load(f"folder:{tmp_path}:32").test.images[0].numpy().astype(int)
+    assert abs(found - expected).max() <= 1  # of 255: the two round in other places
+
+
+def png(width, height):
+    """A PNG of one bit a pixel that says its size, and holds a single compressed block of zeros."""
+
+    def chunk(kind, content):
+        body = kind + content
+        return len(content).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
+
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([1, 0, 0, 0, 0])
+    rows = zlib.compress(bytes(height * (1 + -(-width // 8))) if width * height < 1 << 28 else bytes(9))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "message"),
+    [(9000, 9000, "9000×9000 pixels, expected 67,108,864 at most"), (50_000, 50_000, "")],
+)
+def test_an_image_that_would_fill_the_memory_is_refused_unread(tmp_path, width, height, message):
+    file = split_folder(tmp_path)
+    file.write_bytes(png(width, height))
+    with pytest.raises(DataError, match=f"{file} is not an image that can be read .*{message}"):
+        load(f"folder:{tmp_path}")
+
+
+@pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF", "EPS"])
+def test_only_png_and_jpeg_reach_a_decoder(tmp_path, kind):
+    image = pytest.importorskip("PIL.Image")
+    file = split_folder(tmp_path)
+    image.fromarray(noise(0, 8, 8, 3)).save(file, format=kind)
+    with pytest.raises(DataError, match=f"{file} is not an image that can be read .neither PNG nor JPEG"):
+        load(f"folder:{tmp_path}")
+
+
+def special(path, kind):
+    """Something at a path that is not a file with content."""
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "loop":
+        path.symlink_to(path.name)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "loop", "folder", "socket"])
+def test_what_is_no_file_is_refused_instead_of_waited_for(tmp_path, cifar10_records, fashion_files, kind):
+    file = split_folder(tmp_path / "images")
+    special(file, kind)
+    with pytest.raises(DataError, match=f"{file} is not an image that can be read"):
+        load(f"folder:{tmp_path / 'images'}")
+    write_binary(tmp_path / "cifar-10-batches-bin", cifar10_records)
+    write_pickles(tmp_path / "p" / "cifar-10-batches-py", cifar10_records)
+    places = {tmp_path: "cifar-10-batches-bin/data_batch_2.bin", tmp_path / "p": "cifar-10-batches-py/data_batch_2"}
+    for root, name in places.items():
+        (root / name).unlink()
+        special(root / name, kind)
+        with pytest.raises(DataError, match=f"{name} cannot be read"):
+            load("cifar10", root, download=False)
+    if kind != "loop":  # which counts as missing
+        for name, content in fashion_files.items():
+            (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
+        (tmp_path / "t10k-labels-idx1-ubyte.gz").unlink()
+        special(tmp_path / "t10k-labels-idx1-ubyte.gz", kind)
+        with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte.gz cannot be read"):
+            load("fashion-mnist", tmp_path, download=False)
+
+
+def test_names_of_classes_and_images_may_be_any_bytes(tmp_path):
+    for name in (b"caf\xe9", b"tea"):
+        folder = os.path.join(os.fsencode(tmp_path), name)
+        try:
+            os.mkdir(folder)
+        except OSError:
+            pytest.skip("this file system takes UTF-8 names alone")
+        for i in range(3):
+            picture(tmp_path / "good.png", i, 8, 8)
+            os.rename(os.fsencode(tmp_path / "good.png"), os.path.join(folder, b"\xff%d.png" % i))
+    found = load(f"folder:{tmp_path}:8")
+    assert [os.fsencode(name) for name in found.classes] == [b"caf\xe9", b"tea"]
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "fashion-mnist"])
+def test_without_downloading_the_error_has_the_command_that_downloads(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("a download was started"))
+    monkeypatch.setattr(fashion_mnist, "SYSTEM", tmp_path / "no")
+    with pytest.raises(DataError, match=f"data.load..{name}., .*{tmp_path.name}"):
+        load(name, tmp_path, download=False)

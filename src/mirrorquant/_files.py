@@ -1,14 +1,49 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and reading files that others may have prepared."""
 
+import errno
+import json
 import os
 import secrets
+import stat
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, BinaryIO
+
+_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # by file systems that cannot synchronize a directory
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a file for reading; a FIFO, socket, device or directory raises OSError instead of blocking forever."""
+    return open(path, "rb", opener=_open_regular)
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """The content of a regular file; anything else raises OSError."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def parse_json(content: bytes) -> Any:
+    """The value of a JSON text; ValueError where it is none, or has an integer that does not fit 64 bits.
+
+    >>> parse_json(b"[1" + 400 * b"0" + b"]")
+    Traceback (most recent call last):
+    ValueError: an integer of 401 digits
+    """
+    return json.loads(content, parse_int=_parse_int)
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > 19:  # it would not be a float either
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
 
 
 def write_atomically(path: Path, content: bytes, error: type[Exception]) -> None:
-    """Writes beside the file, synchronizes, and moves into place; what goes wrong is an ``error`` that names it.
+    """Writes beside the file, synchronizes, and moves into place; a failure raises ``error`` naming the file.
 
-    Several processes may write the same file at once, as the ranks of a training do: the last one's stays.
+    When this returns, file and name are on the disk and survive a power cut. Several processes may write the same file
+    at once, as the ranks of a training do: the last one's stays.
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.writing")
     try:
@@ -16,7 +51,34 @@ def write_atomically(path: Path, content: bytes, error: type[Exception]) -> None
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        os.replace(temporary, path)
     except OSError as problem:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if not path.parent.is_dir():
+            raise error(f"{path} could not be written: its folder is gone") from problem
         raise error(f"{path} could not be written ({problem.strerror}); what was there before is intact") from problem
+    try:
+        sync_folder(path.parent)
+    except OSError as problem:
+        raise error(f"{path} was written, but may not survive a power cut ({problem.strerror})") from problem
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the renames in a folder durable; does nothing where the system cannot."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as problem:
+        if problem.errno not in _UNSUPPORTED:
+            raise
+    finally:
+        os.close(handle)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # another process may have swapped in a FIFO

@@ -33,7 +33,7 @@ from typing import Any
 
 from torch import nn
 
-from mirrorquant import methods, models, packing
+from mirrorquant import _files, methods, models, packing
 from mirrorquant._version import __version__
 from mirrorquant.data import load
 from mirrorquant.health import health
@@ -57,6 +57,7 @@ __all__ = ["main"]
 
 PACKED = ".safetensors"
 DEFAULT = "digits/digitsnet/binary/md-tanh-s"
+TRUSTED = "a run of a custom model imports the module it names, so only use runs you trust"
 _CHANGEABLE = ("train", "compare")  # take key=value
 
 
@@ -101,6 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         place = error.filename or "the output"
         print(f"mirrorquant: {place} cannot be read or written ({error.strerror})", file=sys.stderr)
+        return 1
+    except MemoryError:
+        print("mirrorquant: there is not enough memory for this", file=sys.stderr)
         return 1
     return 0
 
@@ -250,10 +254,10 @@ def evaluate(options: argparse.Namespace) -> None:
     _refuse_file(options.folder, "the folder of a run, a packed *.safetensors or an *.onnx file")
     if options.data or options.data_root or options.model:
         raise ConfigError("--data, --data-root and --model are for files: a run knows them")
-    config, state = _best(options.folder)
-    data = load(config.data, config.data_root).to(config.torch_device)
+    config, best = _best(options.folder)
+    data = load(config.data, config.data_root, download=False).to(config.torch_device)
     model, opt = _model(config, len(data.classes), data.shape[0])
-    model.load_state_dict(state)
+    checkpoint.fill(model, best)
     model.to(config.torch_device)
     off = [row["name"] for row in layers(opt) if row["off_levels"]]
     result = {"folder": str(options.folder), "split": options.split, "weights_off_their_levels": off}
@@ -435,7 +439,11 @@ def _summary_of(folder: Path) -> dict[str, Any]:
     Config.load(folder / "config.json")
     path = folder / "summary.json"
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = _files.parse_json(_files.read_regular(path))
+        for row in content["layers"]:
+            sizes = [row["count"], row["bits"], *row["shape"]]
+            if not isinstance(row["name"], str) or not all(type(n) is int and 0 <= n < 1 << 40 for n in sizes):
+                raise ValueError(f"a layer is {row}")
         count_parameters(content["layers"])
     except (OSError, ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: the run has not ended, or was altered") from error
@@ -506,12 +514,12 @@ def _keep(summary: dict[str, Any], results: Path) -> None:
     checkpoint.write_atomically(results / f"{name}.json", (json.dumps(summary) + "\n").encode())
 
 
-def _best(folder: Path) -> tuple[Config, dict[str, Any]]:
+def _best(folder: Path) -> tuple[Config, checkpoint.Best]:
     config = Config.load(folder / "config.json")
-    state = checkpoint.load(folder / "best.mq")
-    if state.get("config") != config.text():
-        raise ConfigError(f"{folder / 'best.mq'} belongs to another configuration than config.json")
-    return config, state["model"]
+    best = checkpoint.load_best(folder / "best.mq")
+    if Config.parse(best.config, best.path) != config:
+        raise ConfigError(f"{best.path} belongs to another configuration than config.json")
+    return config, best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -539,26 +547,25 @@ def _network(path: Path, builder: str | None = None) -> _Network:
         raise ConfigError(f"--model is for packed files: {path} is a run, which knows its model")
     if path.suffix != ".mq":
         _refuse_file(path, "the folder of a run, its best.mq or a packed *.safetensors")
-    best = path / "best.mq" if path.is_dir() or not path.suffix else path
-    config = Config.load(path / "config.json") if best != path else None
-    state = checkpoint.load(best)
-    config = config or Config.parse(str(state.get("config")), best)
-    if state.get("config") != config.text():
-        raise ConfigError(f"{best} belongs to another configuration than config.json")
+    if path.is_dir() or not path.suffix:
+        config, best = _best(path)
+    else:
+        best = checkpoint.load_best(path)
+        config = Config.parse(best.config, path)
     if config.method == "ref":
         raise PackError(
             f"{path} is a float network, and only quantized ones can be packed or exported; in Python its weights are "
-            f"mirrorquant.train.checkpoint.load(Path({str(best)!r}))['model'], a state_dict for PyTorch's own tools"
+            f"mirrorquant.train.checkpoint.load(Path({str(best.path)!r}))['model'], a state_dict for PyTorch's own tools"
         )
-    images = state.get("images") or _images(config)
+    images = best.images or _images(config)
     model, opt = _model(config, images["classes"], images["shape"][0])
-    model.load_state_dict(state["model"])
+    checkpoint.fill(model, best)
     off = [row["name"] for row in layers(opt) if row["off_levels"]]
     if off:
-        raise PackError(f"{best} has weights off their {config.levels} levels, in {', '.join(off)}")
+        raise PackError(f"{best.path} has weights off their {config.levels} levels, in {', '.join(off)}")
     told = ("recipe", "data", "model", "method", "levels", "seed")
     about = {**{key: getattr(config, key) for key in told}, **images}
-    return _Network(model.eval(), about, best.parent, "packed")
+    return _Network(model.eval(), about, best.path.parent, "packed")
 
 
 def _refuse_file(path: Path, expected: str) -> None:
@@ -567,7 +574,7 @@ def _refuse_file(path: Path, expected: str) -> None:
 
 
 def _images(config: Config) -> dict[str, Any]:
-    data = load(config.data, config.data_root)
+    data = load(config.data, config.data_root, download=False)
     return {"classes": len(data.classes), "shape": list(data.shape)}
 
 
@@ -621,7 +628,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub = command("train", train, "train a network", "mirrorquant train cifar10/resnet18/binary/md-tanh-s seed=1")
     sub.add_argument("recipe", nargs="?", help=f"a name from 'mirrorquant recipes'; default: {DEFAULT}")
     sub.add_argument("--out", type=Path, help="the run's folder; default: a new one in runs/")
-    sub.add_argument("--resume", type=Path, metavar="RUN", help="go on with the run in this folder")
+    sub.add_argument("--resume", type=Path, metavar="RUN", help=f"go on with the run in this folder; {TRUSTED}")
     _common(sub)
     sub = command("compare", compare, "several methods on one task", "mirrorquant compare digits/digitsnet --seeds 3")
     sub.add_argument("task", nargs="?", default="digits/digitsnet", help="data set and model of the recipes")
@@ -632,7 +639,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub.add_argument("--resume", action="store_true", help="continue the comparison in the folder")
     _common(sub)
     sub = command("eval", evaluate, "the best rounded network of a run", "mirrorquant eval runs/NAME --split val")
-    sub.add_argument("folder", type=_run, metavar="RUN-OR-FILE", help=f"a run, a packed *{PACKED}, or an *.onnx file")
+    sub.add_argument(
+        "folder", type=_run, metavar="RUN-OR-FILE", help=f"a run, a packed *{PACKED}, or an *.onnx file; {TRUSTED}"
+    )
     sub.add_argument("--split", default="test", choices=["train", "val", "test"])
     sub.add_argument("--data", help="of a file: the data set, unless the file tells")
     sub.add_argument("--data-root", help="of a file: where data sets are; data/ unless told")
@@ -658,7 +667,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub = command("plots", draw_projections, "projections, inverses, mirror maps", "mirrorquant plots --out figures")
     sub.add_argument("--out", type=Path, default=Path("figures"))
     sub = command("pack", pack, "a run's network at one bit a weight", "mirrorquant pack runs/NAME -o net.safetensors")
-    sub.add_argument("what", type=Path, metavar="RUN", help="the run's folder, or its best.mq")
+    sub.add_argument("what", type=Path, metavar="RUN", help=f"the run's folder, or its best.mq; {TRUSTED}")
     sub.add_argument("-o", "--out", type=Path, metavar="FILE", help=f"RUN/packed{PACKED} unless told")
     sub.add_argument("--json", action="store_true", help="print JSON")
     sub = command("export", export, "for other runtimes, at one bit a weight", "mirrorquant export runs/NAME --to onnx")

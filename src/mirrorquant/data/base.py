@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from mirrorquant import _files
 
 
 class DataError(ValueError):
@@ -109,9 +112,9 @@ class Data:
 def read(path: Path, size: int, remedy: str) -> bytearray:
     """The bytes of a file that must have exactly `size` of them."""
     try:
-        with path.open("rb") as file:
+        with _files.open_regular(path) as file:
             content = bytearray(file.read(size + 1))
-            found = path.stat().st_size
+            found = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}). {remedy}") from error
     if found != size or len(content) != size:
@@ -131,7 +134,7 @@ def shuffled(count: int, key: str) -> list[int]:
     >>> shuffled(5, "faces")
     [0, 2, 3, 4, 1]
     """
-    return sorted(range(count), key=lambda i: hashlib.sha256(f"{key}:{i}".encode()).digest())
+    return sorted(range(count), key=lambda i: hashlib.sha256(f"{key}:{i}".encode("utf-8", "surrogateescape")).digest())
 
 
 def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

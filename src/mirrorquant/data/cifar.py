@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .base import Data, DataError, Images, check_digest, read
-from .fetch import fetch_folder
+from .fetch import command, fetch_folder
 from .unpickle import unpickle
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
@@ -67,7 +67,7 @@ def cifar10(root: Path, *, download: bool) -> Data:
     folder, pickles = _find(root, binary, "test_batch.bin"), _find(root, python, "test_batch")
     if folder is None and pickles is None:
         folder = root / binary
-        _download(CIFAR10_URL, CIFAR10_MD5, folder, remedy, download)
+        _download("cifar10", CIFAR10_URL, CIFAR10_MD5, folder, remedy, download)
     parts = []
     for name, sha256 in CIFAR10_SHA256.items():
         path = folder / f"{name}.bin" if folder else cast(Path, pickles) / name
@@ -85,7 +85,7 @@ def cifar100(root: Path, *, download: bool) -> Data:
     folder = _find(root, "cifar-100-binary", "test.bin")
     if folder is None:
         folder = root / "cifar-100-binary"
-        _download(CIFAR100_URL, CIFAR100_MD5, folder, remedy, download)
+        _download("cifar100", CIFAR100_URL, CIFAR100_MD5, folder, remedy, download)
     parts = []
     for name, per_class in CIFAR100_PER_CLASS.items():
         path, count = folder / f"{name}.bin", per_class * len(CIFAR100_CLASSES)
@@ -108,9 +108,9 @@ def _find(root: Path, folder: str, file: str) -> Path | None:
     return root if root.name == folder or (root / file).is_file() else None
 
 
-def _download(url: str, md5: str, folder: Path, remedy: str, allowed: bool) -> None:
+def _download(name: str, url: str, md5: str, folder: Path, remedy: str, allowed: bool) -> None:
     if not allowed:
-        raise DataError(f"{folder} does not exist, and downloading is off. {remedy}")
+        raise DataError(f"{folder} does not exist, and downloading is off. {remedy} {command(name, folder.parent)}")
     fetch_folder(url, md5, folder, remedy)
 
 

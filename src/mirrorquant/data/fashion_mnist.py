@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mirrorquant import _files
+
 from .base import Data, DataError, Images, check_digest, read
-from .fetch import fetch
+from .fetch import command, fetch
 
 MEAN, STD = (0.2860,), (0.3530,)
 VAL = 5_000
@@ -49,7 +51,8 @@ def load(root: Path, *, download: bool) -> Data:
     places = (own, root, root / "FashionMNIST" / "raw", SYSTEM)
     folder = next((p for p in places if any(_has(p, name) for name in SHAPES)), None)
     if folder is None and not download:
-        raise DataError(f"No file of Fashion-MNIST is in {own}, and downloading is off. {remedy}")
+        how = command("fashion-mnist", root)
+        raise DataError(f"No file of Fashion-MNIST is in {own}, and downloading is off. {remedy} {how}")
     folder = folder or own
     for name, md5 in MD5.items():
         if download and folder == own and not _has(own, name):  # all of them, or what a download that broke off left
@@ -86,7 +89,7 @@ def read_idx(folder: Path, name: str, shape: tuple[int, ...], sha256: str | None
 
 def _read_gzip(path: Path, size: int, remedy: str) -> bytearray:
     try:
-        with gzip.open(path) as file:
+        with _files.open_regular(path) as compressed, gzip.open(compressed) as file:
             content = bytearray(file.read(size + 1))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read ({error}). {remedy}") from error

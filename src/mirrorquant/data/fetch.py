@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import json
 import os
+import shlex
 import shutil
 import tarfile
 import tempfile
@@ -33,6 +35,12 @@ def fetch(url: str, md5: str, target: Path, remedy: str) -> None:
             os.replace(part, target)
     except (OSError, http.client.HTTPException) as error:
         raise DataError(f"{url} could not be downloaded to {target.parent} ({error}). {remedy}") from error
+
+
+def command(name: str, root: Path) -> str:
+    """What to run for a download, as the end of an error where none was asked for."""
+    call = f"from mirrorquant import data; data.load({json.dumps(name)}, {json.dumps(str(root))})"
+    return f"Or download it: python -c {shlex.quote(call)}"
 
 
 def fetch_folder(url: str, md5: str, target: Path, remedy: str) -> None:

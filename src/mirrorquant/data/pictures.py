@@ -12,30 +12,38 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mirrorquant import _files
+
 from .base import DataError, check_digest, read
 
 CHUNK = 256  # files for a thread at a time
+FORMATS = ("PNG", "JPEG")  # pillow has dozens more, and runs Ghostscript for one of them
+MOST_PIXELS = 1 << 26  # of a file, decoded: 256 MiB in pillow
 
 
 def decode(paths: Sequence[Path], size: int, *, fit: bool, remedy: str) -> Tensor:
     """The images of some files as N×3×size×size of uint8.
 
-    With `fit` an image is resized (bilinear) until its shorter side is `size` and its centre is cut out; without, an
-    image of another size is refused. A file that does not decode is refused by name; a damaged one that does decode,
-    to another picture, as a JPEG with a changed byte can, is not noticed.
+    With `fit` the largest central square of an image is resized (bilinear) to `size`; without, an image of another
+    size raises `DataError`. So does a file that is not PNG or JPEG, has more than `MOST_PIXELS` pixels or does not
+    decode; the error names the file. A damaged file that still decodes, as a JPEG with a changed byte can, is not
+    noticed.
     """
     _pillow()
-    images = torch.empty(len(paths), size, size, 3, dtype=torch.uint8)
+    from PIL import Image
+
+    images = _empty(len(paths), size)
 
     def some(start: int) -> None:
-        part = paths[start : start + CHUNK]
-        content = bytearray(b"".join(_pixels(path, size, fit, remedy) for path in part))
-        images[start : start + CHUNK] = torch.frombuffer(content, dtype=torch.uint8).view(len(part), size, size, 3)
+        for number in range(start, min(start + CHUNK, len(paths))):
+            pixels = bytearray(_pixels(paths[number], size, fit, remedy))
+            images[number] = torch.frombuffer(pixels, dtype=torch.uint8).view(size, size, 3).permute(2, 0, 1)
 
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+    with warnings.catch_warnings(), ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # MOST_PIXELS is the stricter limit
         for _ in pool.map(some, range(0, len(paths), CHUNK)):
             pass
-    return images.permute(0, 3, 1, 2).contiguous()
+    return images
 
 
 def decode_once(paths: Sequence[Path], size: int, cache: Path, *, remedy: str) -> Tensor:
@@ -47,7 +55,7 @@ def decode_once(paths: Sequence[Path], size: int, cache: Path, *, remedy: str) -
     key = _state(paths, size, remedy)
     shape = (len(paths), 3, size, size)
     try:
-        with cache.open("rb") as file:
+        with _files.open_regular(cache) as file:
             known = file.read(32) == key
     except OSError:
         known = False
@@ -66,10 +74,10 @@ def _state(paths: Sequence[Path], size: int, remedy: str) -> bytes:
     digest = hashlib.sha256(f"mirrorquant images {size}".encode())
     for path in paths:
         try:
-            stat = path.stat()
+            found = path.stat()
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror or error}). {remedy}") from error
-        digest.update(f"\n{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
+        digest.update(f"\n{path.name} {found.st_size} {found.st_mtime_ns}".encode("utf-8", "surrogateescape"))
     return digest.digest()
 
 
@@ -93,21 +101,39 @@ def _pillow() -> None:
         raise DataError("Image files need pillow, which is missing. Run: pip install 'mirrorquant[images]'") from error
 
 
+def _empty(count: int, size: int) -> Tensor:
+    try:
+        return torch.empty(count, 3, size, size, dtype=torch.uint8)
+    except RuntimeError as error:
+        needed = count * 3 * size * size
+        raise DataError(f"{count:,} images of {size}×{size} pixels need {needed:,} bytes of memory.") from error
+
+
 def _pixels(path: Path, size: int, fit: bool, remedy: str) -> bytes:
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(path) as file:
+        with _files.open_regular(path) as content, Image.open(content, formats=FORMATS) as file:
+            width, height = file.size
+            if width * height > MOST_PIXELS:  # known from the header: nothing is decoded yet
+                raise ValueError(f"{width}×{height} pixels, expected {MOST_PIXELS:,} at most")
             image = file.convert("RGB")
-        width, height = image.size
         if fit:
-            scale = size / min(width, height)
-            width, height = max(size, round(width * scale)), max(size, round(height * scale))
-            left, top = (width - size) // 2, (height - size) // 2
-            image = image.resize((width, height), Image.Resampling.BILINEAR)
-            image = image.crop((left, top, left + size, top + size))
+            # The box alone: resizing all of a long thin image first would take gigabytes.
+            image = image.resize((size, size), Image.Resampling.BILINEAR, box=_central_box(width, height, size))
+    except UnidentifiedImageError as error:
+        raise DataError(f"{path} is not an image that can be read (neither PNG nor JPEG). {remedy}") from error
     except Exception as error:  # pillow's decoders fail in many ways
         raise DataError(f"{path} is not an image that can be read ({error}). {remedy}") from error
     if image.size != (size, size):
         raise DataError(f"{path} has {width}×{height} pixels, expected {size}×{size}. {remedy}")
     return image.tobytes()
+
+
+def _central_box(width: int, height: int, size: int) -> tuple[float, float, float, float]:
+    """The part of an image that fills `size`×`size` when its shorter side becomes `size`: left, top, right, bottom."""
+    scale = size / min(width, height)
+    wide, high = max(size, round(width * scale)), max(size, round(height * scale))
+    left, top = (wide - size) // 2, (high - size) // 2
+    across, down = width / wide, height / high
+    return left * across, top * down, min((left + size) * across, width), min((top + size) * down, height)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from mirrorquant import _files
+
 from .base import Data, DataError, Images
 from .pictures import decode_once
 
@@ -47,7 +49,7 @@ def load(root: Path, *, download: bool) -> Data:
 
 def _lines(path: Path, remedy: str) -> list[str]:
     try:
-        return path.read_text(encoding="ascii").splitlines()
+        return _files.read_regular(path).decode("ascii").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read ({error}). {remedy}") from error
 

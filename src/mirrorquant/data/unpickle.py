@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mirrorquant import _files
+
 from .base import DataError
 
 
@@ -85,7 +87,7 @@ class _Unpickler(pickle.Unpickler):
 def unpickle(path: Path, *, limit: int, remedy: str) -> object:
     """What a pickle of at most `limit` bytes holds, arrays of bytes as tensors; anything else is refused by name."""
     try:
-        with path.open("rb") as file:
+        with _files.open_regular(path) as file:
             content = file.read(limit + 1)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}). {remedy}") from error

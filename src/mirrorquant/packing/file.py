@@ -44,6 +44,7 @@ _START = b'{"__metadata__":{"sha256":"'
 _DIGEST = slice(8 + len(_START), 8 + len(_START) + 64)
 _MOST_HEADER = 1 << 24
 _CHUNK = 1 << 20
+_CHECKPOINT = b"mirrorquant checkpoint "  # what a run's *.mq files begin with
 _DTYPES = {
     "F64": torch.float64,
     "I64": torch.int64,
@@ -323,6 +324,11 @@ class _Wrong(ValueError):
 def _header(path: Path, file: BinaryIO, size: int) -> tuple[int, bytes, str]:
     """Where the tensors begin, the header's text, and the file's SHA-256, after that of its content was checked."""
     head = file.read(_DIGEST.stop)
+    if head.startswith(_CHECKPOINT):
+        raise PackError(
+            f"{path} is a file of a run, not a packed model: 'mirrorquant pack {path}' packs a best.mq, and "
+            "mirrorquant.train.checkpoint.load reads its tensors"
+        )
     if len(head) < _DIGEST.stop or head[8 : _DIGEST.start] != _START:
         raise PackError(f"{path} is no packed model: it does not begin as one that mq.save wrote")
     length = struct.unpack("<Q", head[:8])[0]

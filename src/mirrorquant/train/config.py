@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorquant import anneal, methods, models
+from mirrorquant import _files, anneal, methods, models
 from mirrorquant.health import unwarned
 from mirrorquant.levels import BINARY, TERNARY, Levels
 from mirrorquant.methods import Method
@@ -40,6 +40,8 @@ _RANGES = (
 _LARGEST_LR = 100.0  # times the largest beta, and ten for Adam's first step, it is still a float32
 _NO_BETA = ("ref", "bc", "pq")
 _REMEDY = "a run's configuration cannot be edited: start a new run with key=value overrides"
+_IMPORT = "python -c 'import MODULE, sys; from mirrorquant.cli import main; sys.exit(main())' COMMAND ..."
+_LONGEST = 1 << 20  # bytes of a file
 
 
 class ConfigError(ValueError):
@@ -100,6 +102,9 @@ class Config:
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for entry in fields(self):
+            if not _is(str(entry.type), getattr(self, entry.name)):
+                raise ConfigError(f"{entry.name} is {getattr(self, entry.name)!r:.60}, but it must be {entry.type}")
         for names, least, most in _RANGES:
             for name in names:
                 if not least <= getattr(self, name) <= most:
@@ -239,15 +244,15 @@ class Config:
 
     def text(self) -> str:
         """The file's content: JSON with its own checksum."""
-        content = self.as_dict()
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        return json.dumps({**content, "sha256": digest}, indent=1) + "\n"
+        return _text(self.as_dict())
 
     @classmethod
     def load(cls, path: Path) -> Config:
-        """A configuration from a run's ``config.json``; an altered file is refused."""
+        """A configuration from a run's ``config.json``; an altered file raises :class:`ConfigError`."""
         try:
-            text = path.read_text(encoding="utf-8")
+            with _files.open_regular(path) as file:
+                content = file.read(_LONGEST)
+            text = content.decode("utf-8")
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}): is this the folder of a run?") from error
         except UnicodeDecodeError as error:
@@ -256,16 +261,55 @@ class Config:
 
     @classmethod
     def parse(cls, text: str, path: Path) -> Config:
-        """A configuration from the text of such a file, or of a checkpoint; ``path`` says where it was."""
+        """A configuration from the text of such a file, or of a checkpoint; ``path`` says where it was.
+
+        A key that the text lacks was added to the library later and gets its default, so the default of a new key must
+        be what earlier versions did.
+        """
         try:
             content = json.loads(text)
-            content.pop("sha256")
-            config = cls(**content)
+            del content["sha256"]
+            whole = _text(content) == text
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{path} is damaged ({type(error).__name__}); {_REMEDY}") from error
-        if config.text() != text:
+        if not whole:
             raise ConfigError(f"{path} was altered: its checksum does not fit; {_REMEDY}")
-        return config
+        unknown = sorted(set(content) - {entry.name for entry in fields(cls)})
+        if unknown:
+            raise ConfigError(
+                f"{path} has the key {unknown[0]!r:.60}, unknown to this version of mirrorquant: use the version that "
+                "wrote it"
+            )
+        method = content.get("method", cls.method)
+        if isinstance(method, str) and method not in methods.list():
+            raise ConfigError(
+                f"{path} names the method {method!r:.60}, which is not registered here. If it is a custom method, "
+                f"import the module that defines it first: {_IMPORT}"
+            )
+        try:
+            return cls(**content)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        except (ValueError, TypeError, ArithmeticError) as error:
+            raise ConfigError(f"{path} holds no configuration ({error})") from error
+
+
+def _text(content: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**content, "sha256": digest}, indent=1) + "\n"
+
+
+def _is(kind: str, value: Any) -> bool:
+    """Whether a value is of the kind that a key is declared with; whole numbers are floats too."""
+    if kind == "list[str]":
+        return isinstance(value, list) and all(isinstance(part, str) for part in value)
+    if kind == "dict[str, Any]":  # of overrides
+        return isinstance(value, dict) and all(key in TYPES and _is(TYPES[key], part) for key, part in value.items())
+    if kind == "bool | None" and value is None:
+        return True
+    if kind.startswith("bool"):
+        return isinstance(value, bool)
+    return type(value) in {"int": (int,), "float": (int, float), "str": (str,)}[kind]
 
 
 def parse_levels(text: str) -> Levels:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import platform
 import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from fractions import Fraction
 from pathlib import Path
 from types import FrameType
@@ -82,10 +83,11 @@ class Run:
         path = folder / "config.json"
         try:
             for unfinished in folder.glob("*.writing"):  # by a run that was killed
-                unfinished.unlink(missing_ok=True)
+                with suppress(OSError):
+                    unfinished.unlink()
             if not resume and path.exists():
                 raise RunError(f"{folder} holds a run already: continue it with --resume, or choose another --out")
-            self._build()
+            self._build(download=not resume)  # whoever resumes a stranger's run has not asked for the download
             if not resume:
                 checkpoint.write_atomically(path, config.text().encode())
         except BaseException:
@@ -102,7 +104,7 @@ class Run:
         name = self.config.recipe or f"{self.config.data} {self.config.method}"
         try:
             self._load_checkpoint()
-            self.metrics = Metrics(self.folder, self.step)
+            self.metrics = Metrics(self.folder, self.step, self.seal)
             with Progress(name, self.config.iterations, self.step, quiet=self.quiet) as progress, _signals() as stop:
                 for message in self.messages:
                     progress.say(message)
@@ -116,9 +118,9 @@ class Run:
 
     # Setting up.
 
-    def _build(self) -> None:
+    def _build(self, *, download: bool) -> None:
         config = self.config
-        self.data: Data = load_data(config.data, config.data_root).to(self.device)
+        self.data: Data = load_data(config.data, config.data_root, download=download).to(self.device)
         channels = self.data.shape[0]
         self.loader = self._loader(self.data.train, config.augment or self.data.augment)
         self.model = config.build_model(len(self.data.classes), channels).to(self.device)
@@ -142,6 +144,7 @@ class Run:
         self.aside = {"startup": 0.0, "validation": 0.0, "checkpoints": 0.0}  # seconds that did not go into training
         self.best: dict[str, Tensor] = {}
         self.losses = torch.zeros((), device=self.device)
+        self.seal: dict[str, Any] | None = None  # of the metrics, in the checkpoint that the run goes on from
         self.messages: list[str] = []
 
     def _loader(self, images: Images, augment: str) -> Loader:
@@ -403,37 +406,50 @@ class Run:
             "rng": torch.get_rng_state(),
             "config": self.config.text(),
         }
+        if self.metrics is not None:
+            state["metrics"] = self.metrics.seal()
         if self.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
         try:
             checkpoint.save(self.folder / "checkpoint.mq", state)
         except CheckpointError as error:
+            if not self.folder.is_dir():
+                raise RunError(f"{error}. It was removed or renamed while the run went on: start again") from error
             raise RunError(
                 f"{error}. Free some space and continue with --resume {shlex.quote(str(self.folder))}"
             ) from error
 
     def _load_checkpoint(self) -> None:
-        state = checkpoint.load_newest(self.folder / "checkpoint.mq", self.messages.append)
+        state = checkpoint.load_newest(self.folder / "checkpoint.mq", self.messages.append, self._restore)
         if state is None:
             if (self.folder / "metrics.jsonl").exists():
                 self.messages.append(f"there is no checkpoint in {self.folder}: beginning anew")
             return
-        if state.get("config") != self.config.text():
+        if not self._is_of_this_run(state):
             raise RunError(f"{self.folder / 'checkpoint.mq'} belongs to another configuration than config.json")
-        try:
-            self.opt.load_state_dict(state["optimizer"])
-        except ValueError as error:
-            raise RunError(f"{self.folder} cannot be continued by version {__version__}: {error}") from error
-        self.model.load_state_dict(state["model"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.best_step, self.best_accuracy = state["best_step"], state["best_accuracy"]
         self.best = {k: v.to(self.device) for k, v in state["best"].items()}
         self.losses.copy_(state["losses"])
         self.aside |= state.get("aside", {})
-        torch.set_rng_state(state["rng"])
-        if "cuda_rng" in state and self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+        self.seal = state.get("metrics")
         self.messages.append(f"continuing after iteration {self.step}")
+        if self.step and not (self.folder / "metrics.jsonl").exists():
+            self.messages.append(f"{self.folder / 'metrics.jsonl'} is missing: the curves begin here")
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Loads what can fail, and raises where it does, so that the spare is tried; another run's is left alone."""
+        if self._is_of_this_run(state):
+            checkpoint.check_state(state, self.model, self.opt, self.config.iterations)
+            self.opt.load_state_dict(state["optimizer"])
+            self.model.load_state_dict(state["model"])
+            torch.set_rng_state(state["rng"])
+            if "cuda_rng" in state and self.device.type == "cuda":
+                torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+
+    def _is_of_this_run(self, state: dict[str, Any]) -> bool:
+        text = state.get("config")
+        return isinstance(text, str) and Config.parse(text, self.folder / "checkpoint.mq") == self.config
 
     # The end.
 
@@ -575,7 +591,7 @@ class _Lock:
     def __init__(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.file = (folder / ".lock").open("w")
+            self.file = open(folder / ".lock", "wb", opener=_open_lock)  # noqa: SIM115
         except OSError as error:
             raise RunError(f"{folder} cannot be used as a run folder ({error.strerror})") from error
         try:
@@ -591,6 +607,12 @@ class _Lock:
     def release(self) -> None:
         """Lets go."""
         self.file.close()
+
+
+def _open_lock(path: str, flags: int) -> int:
+    """Follows no link, and does not wait for the reader of a FIFO: a stranger's folder may hold either."""
+    careful = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    return os.open(path, flags | careful, 0o666)
 
 
 USER_ERRORS = (RunError, ConfigError, DataError, ModelError, CheckpointError, MetricsError)

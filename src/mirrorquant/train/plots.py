@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mirrorquant import anneal
+from mirrorquant import _files, anneal
 from mirrorquant.levels import BINARY, TERNARY
 from mirrorquant.mirrors import Mirror, ShiftedTanh, Tanh
 from mirrorquant.train.report import MetricsError, read_metrics
@@ -589,7 +589,7 @@ def _load_summary(file: Path) -> _Run:
         train = {int(step): {"loss": float(loss), "beta": beta(int(step))} for step, loss in summary["loss_curve"]}
         val = {int(step): {"accuracy": float(accuracy)} for step, accuracy in summary["curve"]}
         name = method_name(str(summary.get("recipe") or ""), config, summary.get("overrides"))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise PlotError(f"{file}: not the summary of a run ({type(error).__name__}: {error})") from error
     return _Run(file, config, name, train=train, val=val)
 
@@ -612,7 +612,7 @@ def _typed(file: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = _files.parse_json(_files.read_regular(file))
     except FileNotFoundError as error:
         raise PlotError(f"{file}: no such file; is {file.parent} a run folder?") from error
     except (OSError, ValueError, RecursionError) as error:

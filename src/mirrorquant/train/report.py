@@ -5,10 +5,15 @@ rich and tensorboard are used where they are installed; the loop needs neither.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,57 +23,152 @@ from mirrorquant import _files
 __all__ = ["Metrics", "MetricsError", "Progress", "first_line", "read_metrics"]
 
 
+_NUMBERS = {"train": ("loss",), "val": ("accuracy",), "weights": ()}  # the curves of a summary are made of them
+
+
 class MetricsError(ValueError):
     """A metrics file that cannot be written, or a broken line of it; the message says which."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file. What follows its last line break is still being written, or was cut off: ignored."""
-    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    """The lines of a metrics file; a file that is not there has none.
+
+    What follows the last line break is still being written, or was cut off: it is ignored.
+    """
+    return _rows(_read(path), path)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return _files.read_regular(path)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise MetricsError(f"{path} cannot be read ({error.strerror})") from error
+
+
+def _rows(content: bytes, path: Path) -> list[dict[str, Any]]:
+    *lines, _ = content.split(b"\n")
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except ValueError as error:
+        row = _files.parse_json(line)
+    except (ValueError, RecursionError) as error:
         raise MetricsError(f"{place}: not JSON ({error}); mend or remove the line") from error
     if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
         raise MetricsError(f'{place}: expected a JSON object with a "kind", found {line[:60]!r}')
+    step = row.get("step", None if row["kind"] in _NUMBERS else 0)
+    if type(step) is not int or not 0 <= step <= 1e15:
+        raise MetricsError(f"{place}: step is {str(step)[:60]}, expected a whole number; mend or remove the line")
+    for name in _NUMBERS.get(row["kind"], ()):  # lines of other kinds may hold anything
+        value = row.get(name)
+        if type(value) is not float and (type(value) is not int or abs(value) > 1e15):
+            raise MetricsError(f"{place}: {name} is {str(value)[:60]}, expected a number; mend or remove the line")
     return row
 
 
 class Metrics:
     """Appends to ``metrics.jsonl``, and to TensorBoard events where tensorboard is installed."""
 
-    def __init__(self, folder: Path, steps_done: int) -> None:
+    def __init__(self, folder: Path, steps_done: int, seal: Mapping[str, Any] | None = None) -> None:
+        """Goes on after ``steps_done`` steps; ``seal`` is what :meth:`seal` returned then."""
         self.path = folder / "metrics.jsonl"
-        kept = [row for row in read_metrics(self.path) if row.get("step", 0) <= steps_done] if steps_done else []
-        content = "".join(json.dumps(row) + "\n" for row in kept).encode()
+        content = b""
+        if steps_done and self.path.exists():
+            content = self._kept(_read(self.path), steps_done, seal)
+        self.bytes, self.digest = len(content), hashlib.sha256(content)
         _files.write_atomically(self.path, content, MetricsError)
-        self.file = self.path.open("a", encoding="utf-8")
-        self.events: Any = None
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            self.file = self.path.open("ab")
+            self.events = _Events.create(folder, steps_done + 1)
+        except OSError as error:
+            raise MetricsError(f"the metrics in {folder} cannot be written ({error.strerror})") from error
 
-            self.events = SummaryWriter(str(folder), purge_step=steps_done + 1)  # hides this step and all after
-        except ImportError:
-            pass
+    def _kept(self, content: bytes, steps_done: int, seal: Mapping[str, Any] | None) -> bytes:
+        """What was recorded up to a checkpoint; lines after it are recorded anew."""
+        if seal is None:  # by a version that did not seal them
+            kept = [row for row in _rows(content, self.path) if row.get("step", 0) <= steps_done]
+            return "".join(json.dumps(row) + "\n" for row in kept).encode()
+        content = content[: seal["bytes"]]
+        _rows(content, self.path)  # names the line, if it is one that is broken
+        if hashlib.sha256(content).hexdigest() != seal["sha256"]:
+            raise MetricsError(
+                f"{self.path} differs from what iteration {steps_done} had recorded: restore it, or delete it to go on "
+                "without the curves so far"
+            )
+        return content
+
+    def seal(self) -> dict[str, Any]:
+        """Puts the lines so far on the disk, and returns their size and checksum, for a checkpoint to keep."""
+        try:
+            os.fsync(self.file.fileno())
+        except OSError as error:
+            raise MetricsError(f"{self.path} could not be written ({error.strerror})") from error
+        return {"bytes": self.bytes, "sha256": self.digest.hexdigest()}
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """One line; numbers go to TensorBoard as ``kind/name``."""
-        self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        self.file.flush()
-        if self.events is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self.events.add_scalar(f"{kind}/{name}", value, step)
+        numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, (int, float))}
+        line = (json.dumps({"kind": kind, "step": step, **values}) + "\n").encode()
+        self.bytes += len(line)
+        self.digest.update(line)
+        try:
+            self.file.write(line)
+            self.file.flush()
+            if self.events is not None:
+                self.events.write(step, numbers)
+        except OSError as error:
+            raise MetricsError(f"{self.path} could not be written ({error.strerror}): free some space") from error
 
     def close(self) -> None:
         """Closes both."""
+        for file in (self.file, self.events):
+            with suppress(OSError):  # of a line that could not be written, which was reported then
+                if file is not None:
+                    file.close()
+
+
+class _Events:
+    """TensorBoard events, written by the thread that calls: tensorboard's own writer reports failures from another."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self.proto = event_pb2
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"  # sorts by time
+        self.file = (folder / name).open("xb")
+        self.records = RecordWriter(self.file)
+        self._add(file_version="brain.Event:2")
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._add(step=first_step, session_log=start)  # hides this step and all after it in older files
+
+    @classmethod
+    def create(cls, folder: Path, first_step: int) -> _Events | None:
+        """A new file of events; None without tensorboard."""
+        try:
+            return cls(folder, first_step)
+        except ImportError:
+            return None
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """The values of one step by name."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        if values:
+            self._add(step=step, summary=Summary(value=values))
+
+    def close(self) -> None:
+        """Closes the file."""
         self.file.close()
-        if self.events is not None:
-            self.events.close()
+
+    def _add(self, **content: Any) -> None:
+        event = self.proto.Event(wall_time=time.time(), **content)
+        self.records.write(event.SerializeToString())
+        self.file.flush()
 
 
 class Progress:

@@ -6,7 +6,6 @@ hand. :func:`compare_row` makes a line of :func:`compare_table` from one summary
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mirrorquant import _files
 from mirrorquant.train import recipes
 
 __all__ = ["FREE_KEYS", "SPEED_KEYS", "TableError", "changed", "compare_row", "compare_table", "results_table"]
@@ -216,7 +216,7 @@ def with_results(readme: str, table: str) -> str:
 def _read(file: Path) -> _Run | None:
     """The run that a file describes; None if it describes something else."""
     try:
-        summary = json.loads(file.read_text(encoding="utf-8"))
+        summary = _files.parse_json(_files.read_regular(file))
     except (OSError, ValueError, RecursionError) as error:
         raise TableError(f"{file}: not readable as JSON ({error}); mend or remove it") from error
     if not isinstance(summary, dict) or "recipe" not in summary or file.name == "config.json":
@@ -237,7 +237,7 @@ def _read(file: Path) -> _Run | None:
         )
     except KeyError as error:
         raise TableError(f"{file}: the summary has no {error}; run it again or remove it") from error
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise TableError(f"{file}: the summary holds a value of the wrong type: {error}") from error
 
 
