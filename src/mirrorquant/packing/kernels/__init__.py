@@ -17,7 +17,7 @@ tensor([[2., 0.]])
 | activation | what W meets | promise |
 |---|---|---|
 | ``"float32"`` | x itself | error about 1e-7, at most 2e-6, of the largest level times the sum of abs(x) |
-| ``"binary"`` | sign(x), sign(0) = +1, sign(NaN) = -1; a padded position counts 0 | equal to the bit on every path |
+| ``"binary"`` | sign(x), sign(0) = 1, sign(NaN) = -1; a padded position counts 0 | equal to the bit on every path |
 | ``"int8"`` (linear) | x quantized row by row, step max(abs(x)) / 127 | equal to the bit on every path |
 
 Inputs that are not finite stay visible: with float32 activations in each output that sums them, with int8 ones as NaN in

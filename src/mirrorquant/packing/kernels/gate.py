@@ -1,8 +1,8 @@
-"""The one way into kernels: what passes is a tensor whose memory native code can read as it stands.
+"""The one way into the kernels: every tensor that passes has its values in memory, as native code reads them.
 
-Kernels get an address and a size. A tensor can promise memory that its address does not have (a freed or shrunk storage,
-a tensor of zeros without memory, a wrapper around other tensors) or mean something else than the bytes say (a negated
-view). Here such a tensor is resolved into a plain one, or raises a ``ValueError`` that names it.
+Kernels get an address and a size. A tensor can promise memory that is not there (a freed or shrunk storage, zeros
+without memory, a wrapper around other tensors) or mean something else than its bytes say (a negated view). Here such a
+tensor is resolved into a plain one, or raises a ``ValueError`` that names it.
 """
 
 from __future__ import annotations
@@ -86,6 +86,6 @@ def refuse_gradient(x: Tensor, scale: Tensor | None, shift: Tensor | None, resid
 def _end(tensor: Tensor) -> int:
     """How many elements of its storage a tensor reaches to."""
     if tensor.is_contiguous():
-        return tensor.storage_offset() + tensor.numel()
+        return int(tensor.storage_offset()) + tensor.numel()
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.storage_offset() + reach + 1
+    return int(tensor.storage_offset()) + reach + 1

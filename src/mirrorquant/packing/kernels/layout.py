@@ -1,7 +1,8 @@
 """What a prepared weight begins with: 64 bytes that say for which kernel and which shape it was made.
 
     8 bytes  magic "MQKERN1\0"
-    int32    the layout: 0 torch (float32 weights, then the levels), 1 native (the three parts of csrc/kernels.h), 2 gpu (bit planes)
+    int32    the layout: 0 torch (float32 weights, then the levels), 1 native (the three parts of csrc/kernels.h),
+             2 gpu (bit planes)
     int32    the number of levels
     int64    output channels, input channels a group, kernel height, kernel width, groups, bytes in all
 
