@@ -20,8 +20,8 @@ tensor([[2., 0.]])
 | ``"binary"`` | sign(x), sign(0) = 1, sign(NaN) = -1; a padded position counts 0 | equal to the bit on every path |
 | ``"int8"`` (linear) | x quantized row by row, step max(abs(x)) / 127 | equal to the bit on every path |
 
-Inputs that are not finite stay visible: with float32 activations in each output that sums them, with int8 ones as NaN in
-all outputs of the row, whose step they are part of.
+Inputs that are not finite stay visible: with float32 activations in each output that sums them, with int8 ones as NaN
+in all outputs of their row.
 
 The bit-equal promises are for two levels, or three equidistant ones, and sums below 2^24. A float32 layer of at most 7
 rows keeps its inputs in fixed point, to 2^-24 of the largest of 256 neighbours: rows made up so that all these errors
