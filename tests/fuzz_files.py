@@ -3,8 +3,8 @@
     python tests/fuzz_files.py [COUNT] [SEED] [EVERY]
 
 Half of the files are damaged, and must be refused for their digest; the others are forged, with a digest that fits.
-One file in EVERY also goes through the command line. The memory of the process is limited to 1 GB more than it has after
-a few hundred files. Prints the outcomes as JSON.
+One file in EVERY also goes through the command line. The memory of the process is limited to 1 GB above what it has
+after a few hundred files. Prints the outcomes as JSON.
 """
 
 import collections
