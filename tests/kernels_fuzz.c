@@ -1,7 +1,7 @@
 /* Random layers through every native path that mq_paths() knows, with buffers of exactly the size they need: for
  * sanitizers (make sanitize, which emulates AVX-512) and for processors that are new to us. Some weights have random
  * bytes behind their header. Where weights are good, binary and int8 results must be equal on all paths, float ones
- * close, and all of them the same for another number of threads.
+ * close, and all of them the same for another number of threads. An int8 row that is not finite must give NaN.
  *
  *     kernels_fuzz [layers] [seed]
  */
@@ -68,6 +68,11 @@ static void one_layer(void) {
     float *x = numbers(is.n * is.h * is.w * is.c), *scale = from(0, 1) ? numbers(is.o) : NULL;
     float *shift = from(0, 1) ? numbers(is.o) : NULL, *residual = from(0, 1) ? numbers(outputs) : NULL;
     float *y = numbers(outputs), *expected = numbers(outputs);
+    int64_t bad_row = -1;
+    if (is.activation == MQ_INT8 && is.n && !from(0, 2)) {
+        bad_row = from(0, is.n * is.h * is.w - 1);
+        x[bad_row * is.c + from(0, is.c - 1)] = from(0, 1) ? NAN : from(0, 1) ? INFINITY : -INFINITY;
+    }
     for (is.path = MQ_PORTABLE; is.path <= MQ_AVX512; is.path++) {
         if (!(mq_paths() >> is.path & 1)) continue;
         float *out = is.path == MQ_PORTABLE ? expected : y;
@@ -81,6 +86,8 @@ static void one_layer(void) {
         if (!damaged && memcmp(same, out, (size_t)outputs * sizeof *out)) fail("differs by threads", &again);
         free(same);
         for (int64_t i = 0; !damaged && i < outputs; i++) {
+            if ((i / is.o == bad_row) != !!isnan(out[i])) fail("NaN in the wrong place", &is);
+            if (i / is.o == bad_row) continue;
             const float gap = fabsf(out[i] - expected[i]);
             if (is.activation == MQ_FLOAT ? gap > 1e-2f + 1e-4f * fabsf(expected[i]) : gap != 0) fail("differs", &is);
         }

@@ -91,6 +91,19 @@ def damaged(content, rng):
 
 
 _ODD = [None, True, -1, 0, 1, 3, 255, 2**31, 2**62, 2**63, 10**30, 0.5, -1.5, 1e308, "", "F32", "U8", "x" * 1000]
+_ODD += [
+    "\ud800",
+    "\x1b[2J\x07",
+    "\u202egnp.exe",
+    "\n\r",
+    "\0",
+    "../../x",
+    "caf\u00e9",
+    -(2**63),
+    2**64,
+    10**4000,
+    1e-320,
+]
 _ODD += [[], [[]], {}, [0], [2**40, 2**40], [1, 2, 3, 4, 5], {"a": 1}, "float32", "float16", "resnet18", "os:system"]
 
 
@@ -98,7 +111,11 @@ def forged(content, rng):
     """The content with a lying header, or other bits, and a digest that fits."""
     header, body = split(content)
     told = json.loads(header["__metadata__"]["mirrorquant"])
-    kind = rng.randrange(10)
+    kind = rng.randrange(12)
+    if kind == 10:
+        return sealed(_spoiled_text(header, told, rng), body)
+    if kind == 11:
+        return sealed(_misplaced(header, rng), body)
     if kind == 0:
         changed = bytearray(body)
         for _ in range(rng.choice([1, 8])):
@@ -122,6 +139,52 @@ def forged(content, rng):
         _change(header, rng)
         header = {"__metadata__": metadata, **header}
     return sealed(json.dumps(header, separators=(",", ":")).encode(), body)
+
+
+def _spoiled_text(header, told, rng):
+    """The header's text with what JSON or UTF-8 does not allow, in the outer or the inner description."""
+    values = ["NaN", "Infinity", "-Infinity", "1e999", "9" * 5000, '"\\ud800"', '"\\udfff\\ud800"', "0x1", "'a'", "01"]
+    values += ["[" * depth + "]" * depth for depth in (20, 40, 300, 900, 990, 5000)]
+    values += ['{"a":' * depth + "1" + "}" * depth for depth in (40, 490, 980)]
+    value, outer = rng.choice(values), rng.random() < 0.4
+    tree, mark = (header, "MARK") if outer else (told, "MARK")
+    places = [key for key in tree if key != "__metadata__"]
+    place = rng.choice([*places, "more"])
+    tree[place] = {"x": mark} if place == "about" else mark
+    if not outer:
+        text = json.dumps(told).replace('"MARK"', value)
+        header["__metadata__"]["mirrorquant"] = text
+        text = json.dumps(header, separators=(",", ":"))
+    else:
+        text = json.dumps(header, separators=(",", ":")).replace('"MARK"', value)
+    content = text.encode()
+    if rng.random() < 0.3:
+        at = rng.randrange(110, len(content))
+        content = (
+            content[:at] + rng.choice([b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\0"]) + content[at:]
+        )
+    if rng.random() < 0.2:
+        lone = json.dumps("\ud83d").encode()[1:-1]
+        content = content.replace(b'"mirrorquant":"', b'"mirrorquant":"' + lone, 1)
+    return content
+
+
+def _misplaced(header, rng):
+    """The header with tensors in other places: negative, swapped, overlapping, beyond the end, or by another name."""
+    names = [name for name in header if name != "__metadata__"]
+    for _ in range(rng.choice([1, 1, 3])):
+        one, two = header[rng.choice(names)], header[rng.choice(names)]
+        begin, end = one["data_offsets"]
+        places = [[-end, -begin], [end, begin], two["data_offsets"], [begin - 1, end - 1], [begin + 1, end + 1]]
+        places += [[begin, end + 1], [0, end], [2**62, 2**62 + end - begin], [-1, -1], [float(begin), float(end)]]
+        one["data_offsets"] = rng.choice(places)
+        if rng.random() < 0.3:
+            one["shape"] = rng.choice([[0], [0, 2**61], [-1], [1] * 17, [*one["shape"], 1], one["shape"][::-1]])
+    if rng.random() < 0.5:
+        name = rng.choice(names)
+        odd = rng.choice(["\x1b]0;x\x07", "a\nb", "\ud800", "\u202e", "x" * 100_000, "", ".", "a\0b"])
+        header = {odd if key == name else key: value for key, value in header.items()}
+    return json.dumps(header, separators=(",", ":")).encode()
 
 
 def _change(tree, rng):

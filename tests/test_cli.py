@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mirrorquant import models
+from mirrorquant import models, packing
 from mirrorquant.cli import main
 from mirrorquant.packing import kernels
 from mirrorquant.train import Config, checkpoint, recipes
@@ -220,11 +220,16 @@ def test_a_run_is_packed_evaluated_summarized_and_exported(run_folder, capsys):
     assert f"{size:,} bytes, run packed: {kernels.describe()}" in capsys.readouterr().out
 
     assert main(["export", str(packed), "--to", "onnx"]) == 0
-    assert f"mirrorquant eval {run_folder}/packed.onnx --data digits" in capsys.readouterr().out
-    assert main(["eval", str(run_folder / "packed.onnx"), "--data", "digits", "--json"]) == 0
+    assert f"mirrorquant eval {run_folder}/packed.onnx   " in capsys.readouterr().out
+    assert main(["eval", str(run_folder / "packed.onnx"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["accuracy"] == pytest.approx(expected)
     assert main(["export", str(run_folder), "--to", "openvino", "-o", str(run_folder / "net.xml")]) == 0
     assert (run_folder / "net.bin").stat().st_size < 10_000
+    assert f"mirrorquant eval {run_folder}/net.xml   " in capsys.readouterr().out
+    assert main(["eval", str(run_folder / "net.xml"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["accuracy"] == pytest.approx(expected)
+    assert told["bytes"] == sum((run_folder / f"net.{end}").stat().st_size for end in ("xml", "bin"))
 
     assert main(["kernels"]) == 0
     assert capsys.readouterr().out.endswith(kernels.describe() + "\n")
@@ -309,6 +314,7 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
     assert main(["pack", str(run_folder), "-o", str(whole)]) == 0
     assert main(["pack", str(run_folder), "-o", str(broken)]) == 0
     broken.write_bytes(broken.read_bytes()[:-1])
+    packing.export(packing.load(whole), tmp_path / "silent.onnx", (1, 8, 8), about={})
     capsys.readouterr()
     for arguments, message in (
         (["pack", str(tmp_path / "ref")], "is a float network, and only quantized ones can be packed or exported"),
@@ -323,7 +329,8 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["eval", str(broken)], "broken.safetensors is damaged or was altered"),
         (["export", str(broken), "--to", "onnx"], "broken.safetensors is damaged or was altered"),
         (["eval", str(tmp_path / "no.onnx"), "--data", "digits"], "no.onnx cannot be read by ONNX Runtime"),
-        (["eval", str(tmp_path / "no.onnx")], "tell by --data"),
+        (["eval", str(tmp_path / "no.xml")], "no.xml cannot be read by OpenVINO"),
+        (["eval", str(tmp_path / "silent.onnx")], "tell by --data"),
         (["eval", str(whole), "--data", "synthetic:3x8x8:10"], "cannot be tested on synthetic:3x8x8:10, images"),
     ):
         assert main(arguments) == 1, arguments
@@ -390,8 +397,8 @@ def no_network(*arguments, **options):
 
 
 def test_a_file_of_another_kind_is_told_as_such(run_folder, capsys):
-    told = "is none of what can be read here: give the folder of a run, "
-    for name, command in (("packed.xml", "eval"), ("packed.onnx", "summary"), ("packed.onnx", "export"), ("x", "pack")):
+    told = "is not a supported file; expected the folder of a run, "
+    for name, command in (("packed.bin", "eval"), ("packed.onnx", "summary"), ("packed.onnx", "export"), ("x", "pack")):
         (run_folder / name).write_bytes(b"something else")
         options = {"eval": ["--data", "digits"], "export": ["--to", "openvino"]}.get(command, [])
         assert main([command, str(run_folder / name), *options]) == 1

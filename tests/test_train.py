@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
-import fuzz_files
+import fuzz_runs
 import fuzz_kills
 import pytest
 import torch
@@ -339,8 +339,8 @@ def test_whatever_is_killed_at_a_random_moment_ends_bit_identical(kills, names):
 
 @pytest.mark.parametrize("cases", [60, pytest.param(300, marks=pytest.mark.slow)])
 def test_damaged_run_folders_end_in_one_line_or_in_the_right_result(cases):
-    """More of them: python tests/fuzz_files.py 2000."""
-    ended, findings = fuzz_files.fuzz(cases, cases)
+    """More of them: python tests/fuzz_runs.py 2000."""
+    ended, findings = fuzz_runs.fuzz(cases, cases)
     assert not findings
     assert sum(ended.values()) == cases
 

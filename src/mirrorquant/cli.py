@@ -34,8 +34,10 @@ from typing import Any
 from torch import nn
 
 from mirrorquant import _files, methods, models, packing
+from mirrorquant._text import printable
 from mirrorquant._version import __version__
-from mirrorquant.data import load
+from mirrorquant.data import Data, DataError, load
+from mirrorquant.data import names as data_names
 from mirrorquant.health import health
 from mirrorquant.packing import PackError, kernels
 from mirrorquant.packing.kernels import KernelsError
@@ -249,9 +251,9 @@ def _begun(config: Config, folder: Path, options: argparse.Namespace) -> Run:
 
 def evaluate(options: argparse.Namespace) -> None:
     """Evaluates the best rounded network of a run, or what was made from it."""
-    if options.folder.suffix in (PACKED, ".onnx"):
+    if options.folder.suffix in (PACKED, ".onnx", ".xml"):
         return _evaluate_file(options)
-    _refuse_file(options.folder, "the folder of a run, a packed *.safetensors or an *.onnx file")
+    _refuse_file(options.folder, "the folder of a run, a packed *.safetensors, an *.onnx or an OpenVINO *.xml file")
     if options.data or options.data_root or options.model:
         raise ConfigError("--data, --data-root and --model are for files: a run knows them")
     config, best = _best(options.folder)
@@ -279,34 +281,61 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def _evaluate_file(options: argparse.Namespace) -> None:
-    """Evaluates a packed file, or an ONNX file in ONNX Runtime."""
-    path, name = options.folder, options.data
+    """Evaluates a packed file, an ONNX file in ONNX Runtime, or OpenVINO IR in OpenVINO."""
+    path = options.folder
     if options.model and path.suffix != PACKED:
         raise ConfigError(f"--model is for packed files: {path} holds its own")
-    packed = _network(path, options.model) if path.suffix == PACKED else None
-    told = packed.about.get("data") if packed else None
-    name = name or (told if isinstance(told, str) and ":" not in told else None)
-    if name is None:
-        raise ConfigError(f"{path} does not say which data it is for: tell by --data, as in --data cifar10")
-    if packed:
-        model = packed.model
-        how = f"run packed: {kernels.describe()}"
-    else:
-        from mirrorquant.packing.to_onnx import OnnxModel
-
-        model, how = OnnxModel(path), "run by ONNX Runtime"
-    data = load(name, options.data_root or Config.data_root)
-    result: dict[str, Any] = {"file": str(path), "split": options.split, "bytes": path.stat().st_size}
+    model, about, how = _runnable(path, options.model)
+    data = _data_of_file(path, about, options)
+    size = sum(file.stat().st_size for file in _files_of(path))
+    result: dict[str, Any] = {"file": str(path), "split": options.split, "bytes": size}
     try:
         result["accuracy"], result["loss"] = accuracy(model, getattr(data, options.split), data)
     except Exception as error:
-        size = "x".join(map(str, data.shape))
-        raise PackError(f"{path} cannot be tested on {name}, images of {size}: {first_line(error)}") from error
+        shape = "x".join(map(str, data.shape))
+        raise PackError(f"{path} cannot be tested on {data.name}, images of {shape}: {first_line(error)}") from error
     if options.json:
         print(json.dumps(result))
         return
-    print(f"{name} {options.split}: {result['accuracy']:.2f} % (loss {result['loss']:.4f})")
-    print(f"{result['bytes']:,} bytes, {how}")
+    print(f"{data.name} {options.split}: {result['accuracy']:.2f} % (loss {result['loss']:.4f})")
+    print(f"{size:,} bytes, {how}")
+
+
+def _runnable(path: Path, builder: str | None) -> tuple[nn.Module, dict[str, Any], str]:
+    """The network of a file, what is told of it, and what runs it."""
+    if path.suffix == PACKED:
+        packed = _network(path, builder)
+        return packed.model, packed.about, f"run packed: {kernels.describe()}"
+    if path.suffix == ".onnx":
+        from mirrorquant.packing.to_onnx import OnnxModel
+
+        onnx = OnnxModel(path)
+        return onnx, onnx.about, "run by ONNX Runtime"
+    from mirrorquant.packing.to_openvino import OpenVinoModel
+
+    openvino = OpenVinoModel(path)
+    return openvino, openvino.about, "run by OpenVINO in float32"
+
+
+def _files_of(path: Path) -> list[Path]:
+    """A file, and beside OpenVINO's description its weights."""
+    return [path, path.with_suffix(".bin")] if path.suffix == ".xml" else [path]
+
+
+def _data_of_file(path: Path, about: dict[str, Any], options: argparse.Namespace) -> Data:
+    """The data set that --data names, or else the file.
+
+    A file may come from anybody: it can name a data set of this library, but not a folder, and starts no download.
+    """
+    root, told = options.data_root or Config.data_root, about.get("data")
+    if options.data:
+        return load(options.data, root)
+    if not isinstance(told, str) or ":" in told or told not in data_names():
+        raise ConfigError(f"{path} does not say which data it is for: tell by --data, as in --data cifar10")
+    try:
+        return load(told, root, download=False)
+    except DataError as error:
+        raise DataError(f"{error} Or pass --data {told}: a file alone starts no download.") from error
 
 
 def pack(options: argparse.Namespace) -> None:
@@ -337,13 +366,12 @@ def export(options: argparse.Namespace) -> None:
     if not isinstance(shape, list) or not all(_whole(size, 0) for size in shape):
         raise PackError(f"{options.what} does not say what it takes: tell by --shape, as in --shape 3x32x32")
     path = _output(options.out, network.folder / (network.name + {"onnx": ".onnx", "openvino": ".xml"}[options.to]))
-    packing.export(network.model, path, shape, to=options.to)
-    written = [path] if options.to == "onnx" else [path, path.with_suffix(".bin")]
-    for file in written:
+    packing.export(network.model, path, shape, to=options.to, about=network.about)
+    for file in _files_of(path):
         print(f"wrote {file}: {file.stat().st_size:,} bytes")
-    if options.to == "onnx":
-        data = shlex.quote(str(network.about.get("data", "NAME")))
-        print(f"\nnext:\n  mirrorquant eval {shlex.quote(str(path))} --data {data}          in ONNX Runtime")
+    told, runtime = str(network.about.get("data", "NAME")), {"onnx": "ONNX Runtime", "openvino": "OpenVINO"}[options.to]
+    data = "" if told in data_names() else f" --data {printable(shlex.quote(told))}"
+    print(f"\nnext:\n  mirrorquant eval {shlex.quote(str(path))}{data}          in {runtime}")
 
 
 def _output(told: Path | None, otherwise: Path) -> Path:
@@ -374,7 +402,8 @@ def _summary_of_file(options: argparse.Namespace) -> None:
     for row in rows:
         levels = levels_label(row["levels"]) if row["levels"] else "-"
         shape = "x".join(map(str, row["shape"])) or "1"
-        print(f"{row['name']:36}{shape:>20}{levels:>16}{row['bits']:6}{row['bytes']:12,}{row['float_bytes']:12,}")
+        name = printable(row["name"])
+        print(f"{name:36}{shape:>20}{levels:>16}{row['bits']:6}{row['bytes']:12,}{row['float_bytes']:12,}")
     tensors = sum(row["bytes"] for row in rows)
     print(f"tensors {tensors:,} bytes, header {contents.size - tensors:,}: {contents.size:,} bytes on disk")
     print(f"in float32 {full:,} bytes: {full / contents.size:.1f} times as much")
@@ -570,7 +599,7 @@ def _network(path: Path, builder: str | None = None) -> _Network:
 
 def _refuse_file(path: Path, expected: str) -> None:
     if path.is_file():
-        raise ConfigError(f"{path} is none of what can be read here: give {expected}")
+        raise ConfigError(f"{path} is not a supported file; expected {expected}")
 
 
 def _images(config: Config) -> dict[str, Any]:
@@ -640,10 +669,12 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     _common(sub)
     sub = command("eval", evaluate, "the best rounded network of a run", "mirrorquant eval runs/NAME --split val")
     sub.add_argument(
-        "folder", type=_run, metavar="RUN-OR-FILE", help=f"a run, a packed *{PACKED}, or an *.onnx file; {TRUSTED}"
+        "folder", type=_run, metavar="RUN-OR-FILE", help=f"a run, or a *{PACKED}, *.onnx or *.xml file; {TRUSTED}"
     )
     sub.add_argument("--split", default="test", choices=["train", "val", "test"])
-    sub.add_argument("--data", help="of a file: the data set, unless the file tells")
+    sub.add_argument(
+        "--data", help="of a file: the data set, downloaded if missing; by default the one the file names, if present"
+    )
     sub.add_argument("--data-root", help="of a file: where data sets are; data/ unless told")
     sub.add_argument(
         "--model", metavar="MODULE:FUNCTION", help="of a packed file: what builds the model, if it is yours"

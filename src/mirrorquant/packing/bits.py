@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mirrorquant._text import printable
 from mirrorquant.levels import BINARY, TERNARY, Levels
 
 __all__ = ["MOST_LEVELS", "PackError", "PackedTensor", "off_level"]
@@ -34,7 +35,13 @@ _SAMPLE = 4096
 
 
 class PackError(ValueError):
-    """A model or a file that cannot be packed, saved, loaded or exported; the message names what is wrong with it."""
+    """A model or a file that cannot be packed, saved, loaded or exported; the message names what is wrong with it.
+
+    The message is one printable line, whatever a file calls its tensors.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class PackedTensor(nn.Module):

@@ -4,10 +4,12 @@ The container is safetensors, which other tools can read: a length, a JSON heade
 on levels is stored as its bit planes (see ``bits.py``) under its own name, its scales beside it under ``NAME.scale``;
 any other one as it is. The metadata hold two strings: ``mirrorquant``, JSON that tells the format's version, the
 architecture and, of each packed tensor, shape, levels and dtype; and ``sha256``, the digest of the whole file with
-that digest's own place zeroed, so that no altered file is taken for the model that was saved.
+that digest's own place zeroed, so that no damaged file is taken for the model that was saved.
 
 Nothing in a file is trusted: names, shapes and sizes are compared with the model and with the file's length before any
-memory is taken for them, and whatever is wrong ends in a :class:`PackError` that names the file.
+memory is taken for them, and whatever is wrong ends in a :class:`PackError` that names the file. The digest detects
+damage, not forgery: whoever alters a file on purpose can also recompute it, so compare ``sha256sum`` with a value that
+you trust.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ BITS = (
 _START = b'{"__metadata__":{"sha256":"'
 _DIGEST = slice(8 + len(_START), 8 + len(_START) + 64)
 _MOST_HEADER = 1 << 24
+_MOST_DEEP = 32
 _CHUNK = 1 << 20
 _CHECKPOINT = b"mirrorquant checkpoint "  # what a run's *.mq files begin with
 _DTYPES = {
@@ -70,7 +73,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, about: dict[str, Any
     Args:
         model: a model after ``MirrorDescent.finalize()``, or a packed one.
         path: the file, by custom ``*.safetensors``.
-        about: what else to tell, as JSON: the data set, the accuracy, ...
+        about: what else to tell, as JSON: the data set, the accuracy, ... By default the ``about`` of a model that
+            :func:`load` returned.
 
     Raises:
         PackError: no weight of the model is on levels, or the file cannot be written.
@@ -91,6 +95,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, about: dict[str, Any
 def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, fuse: bool = True) -> PackedModel:
     """A model from a packed file; it runs packed, and :func:`mirrorquant.unpack` gives the plain one.
 
+    Its attribute ``about`` is what the writer told of it.
+
     Args:
         path: what :func:`save` wrote.
         model: a model of the same structure, whatever its numbers, which is left alone. This library's own models are
@@ -104,7 +110,35 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, fuse: 
         contents = _read(Path(path), file)
         plain = _build(contents) if model is None else _emptied(contents, unwrapped(model))
         entries = contents.entries(plain, file)
-    return assemble(plain, entries, fuse=fuse)
+    packed = assemble(plain, entries, fuse=fuse)
+    vars(packed)["about"] = contents.about
+    return packed
+
+
+def about_of(model: nn.Module, about: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What is told of a model: by the caller, or else by the file that it was loaded from."""
+    if not isinstance(about, dict | None):
+        raise PackError(f"about is {about!r}, expected a dictionary")
+    if about is not None:
+        return about
+    model = unwrapped(model)
+    return dict(vars(model).get("about", {})) if isinstance(model, PackedModel) else {}
+
+
+def about_text(about: dict[str, Any]) -> str:
+    """What is told of a model, as JSON for the files of other runtimes."""
+    try:
+        return _text({"about": about})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PackError(f"about is {about!r}, expected what JSON can hold ({error})") from error
+
+
+def read_about(text: str) -> dict[str, Any]:
+    """What ``about_text`` made; nothing where the text is something else."""
+    try:
+        return _object(_json(text, "description").get("about"), "about")
+    except _Wrong:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -219,9 +253,7 @@ class _Bits:
 
 def dump(model: nn.Module, about: dict[str, Any] | None = None) -> bytes:
     """The content of a packed file."""
-    if not isinstance(about, dict | None):
-        raise PackError(f"about is {about!r}, expected a dictionary")
-    model = unwrapped(model)
+    about, model = about_of(model, about), unwrapped(model)
     if isinstance(model, PackedModel):
         parameters = {name for name, _ in model.plain.named_parameters()}
         entries = {
@@ -246,7 +278,7 @@ def dump(model: nn.Module, about: dict[str, Any] | None = None) -> bytes:
             tensors[f"{name}.scale"] = entry.scale.to(entry.dtype)
             packed[name]["scale"] = f"{name}.scale"
     told: dict[str, Any] = {"format": FORMAT, "library": __version__, "architecture": _identified(plain)}
-    told |= {"bits": BITS, "packed": packed, "about": about or {}}
+    told |= {"bits": BITS, "packed": packed, "about": about}
     return _container(told, tensors)
 
 
@@ -263,8 +295,8 @@ def _container(told: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
         raise PackError(f"{odd[0]} is {tensors[odd[0]].dtype}, but a file can hold only {', '.join(_DTYPES)}")
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # each aligned to its own size
     try:
-        metadata = {"sha256": "0" * 64, "mirrorquant": json.dumps(told, separators=(",", ":"), allow_nan=False)}
-    except (TypeError, ValueError) as error:
+        metadata = {"sha256": "0" * 64, "mirrorquant": _text(told)}
+    except (TypeError, ValueError, RecursionError) as error:
         raise PackError(f"about is {told['about']!r}, expected what JSON can hold ({error})") from error
     header: dict[str, Any] = {"__metadata__": metadata, **dict.fromkeys(tensors)}
     chunks, begin = [], 0
@@ -283,6 +315,16 @@ def _container(told: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
     content = bytearray(b"".join([struct.pack("<Q", len(text)), text, *chunks]))
     content[_DIGEST] = hashlib.sha256(content).hexdigest().encode()
     return bytes(content)
+
+
+def _text(value: dict[str, Any]) -> str:
+    """JSON in ASCII, of a value that comes back: with text keys, and without lone surrogates."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    try:
+        _json(text, "about")
+    except _Wrong as error:
+        raise ValueError(str(error)) from error
+    return text
 
 
 def _bytes(tensor: Tensor) -> bytes:
@@ -350,10 +392,12 @@ def _header(path: Path, file: BinaryIO, size: int) -> tuple[int, bytes, str]:
 def _contents(path: Path, size: int, start: int, header: bytes, digest: str) -> Contents:
     tensors = _json(header, "header")
     metadata = _object(tensors.pop("__metadata__", None), "metadata")
-    told = _json(_string(metadata.get("mirrorquant"), "metadata").encode(), "description")
+    told = _json(_string(metadata.get("mirrorquant"), "metadata"), "description")
     version = told.get("format")
     if version != FORMAT or isinstance(version, bool):
-        raise _Wrong(f"its format is {version!r}, but this is mirrorquant {__version__}, which reads format {FORMAT}")
+        raise _Wrong(
+            f"its format is {_show(version)}, but this is mirrorquant {__version__}, which reads format {FORMAT}"
+        )
     stored = {name: _stored(name, value) for name, value in tensors.items()}
     end = 0
     for place in sorted(stored.values(), key=lambda place: (place.begin, place.size)):
@@ -376,12 +420,14 @@ def _contents(path: Path, size: int, start: int, header: bytes, digest: str) -> 
     )
 
 
-def _json(text: bytes, what: str) -> dict[str, Any]:
+def _json(text: bytes | str, what: str) -> dict[str, Any]:
+    """An object in JSON, in UTF-8 where it comes as bytes, in which no key comes twice and all text is Unicode."""
+
     def unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         content: dict[str, Any] = {}
         for key, value in pairs:
             if key in content:
-                raise _Wrong(f"its {what} has the key {key[:60]!r} twice")
+                raise _Wrong(f"its {what} has the key {_show(key)} twice")
             content[key] = value
         return content
 
@@ -389,11 +435,28 @@ def _json(text: bytes, what: str) -> dict[str, Any]:
         raise _Wrong(f"its {what} holds {name}, which is no JSON")
 
     try:
-        return _object(json.loads(text, object_pairs_hook=unique, parse_constant=constant), what)
+        content = json.loads(
+            text if isinstance(text, str) else text.decode(), object_pairs_hook=unique, parse_constant=constant
+        )
+        json.dumps(content, ensure_ascii=False, allow_nan=False).encode()  # fails on lone surrogates, and on 1e999
+        if _depth(content) > _MOST_DEEP:
+            raise _Wrong(f"its {what} is nested more than {_MOST_DEEP} deep")
+        return _object(content, what)
     except _Wrong:
         raise
+    except (UnicodeEncodeError, UnicodeDecodeError) as error:
+        raise _Wrong(f"its {what} holds text that is not Unicode ({error.reason})") from error
     except (ValueError, RecursionError) as error:
         raise _Wrong(f"its {what} is no JSON ({type(error).__name__})") from error
+
+
+def _depth(content: Any) -> int:
+    """How deep objects and lists are nested, counted up to one more than may be."""
+    depth, level = 0, [content]
+    while level and depth <= _MOST_DEEP:
+        inner = [node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)]
+        depth, level = depth + bool(inner), [value for values in inner for value in values]
+    return depth
 
 
 def _object(value: Any, what: str) -> dict[str, Any]:

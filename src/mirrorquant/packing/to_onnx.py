@@ -14,6 +14,7 @@ from mirrorquant import _files
 from mirrorquant._version import __version__
 from mirrorquant.packing.bits import PackedTensor, PackError, layout
 from mirrorquant.packing.export import Window
+from mirrorquant.packing.file import read_about
 from mirrorquant.packing.model import Entry
 
 try:
@@ -163,7 +164,7 @@ class OnnxWriter:
         self.nodes.append(helper.make_node("Identity", [value], ["output"]))
         self.outputs.append(helper.make_tensor_value_info("output", TensorProto.FLOAT, None))
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, about: str) -> None:
         """Checks the model and writes it."""
         graph = helper.make_graph(
             self.nodes, "mirrorquant", self.inputs, self.outputs, list(self.initializers.values())
@@ -171,6 +172,7 @@ class OnnxWriter:
         opset = helper.make_opsetid("", OPSET)
         model = helper.make_model(graph, opset_imports=[opset], ir_version=_IR)
         model.producer_name, model.producer_version = "mirrorquant", __version__
+        helper.set_model_props(model, {"mirrorquant": about})
         model = onnx.shape_inference.infer_shapes(model, strict_mode=True)
         del model.graph.value_info[:]
         onnx.checker.check_model(model)
@@ -178,7 +180,10 @@ class OnnxWriter:
 
 
 class OnnxModel(nn.Module):
-    """An ONNX file that ONNX Runtime runs on the CPU, as a model that takes and returns tensors."""
+    """An ONNX file that ONNX Runtime runs on the CPU, as a model that takes and returns tensors.
+
+    ``about`` is what the writer told of it.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -190,7 +195,11 @@ class OnnxModel(nn.Module):
             self.session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         except Exception as error:
             raise PackError(f"{path} cannot be read by ONNX Runtime ({str(error).splitlines()[0]})") from error
-        self.name = self.session.get_inputs()[0].name
+        inputs = self.session.get_inputs()
+        if len(inputs) != 1:
+            raise PackError(f"{path} takes {len(inputs)} inputs, expected one, a batch of images")
+        self.name = inputs[0].name
+        self.about = read_about(self.session.get_modelmeta().custom_metadata_map.get("mirrorquant", ""))
 
     def forward(self, x: Tensor) -> Tensor:
         """The first output, for a batch."""

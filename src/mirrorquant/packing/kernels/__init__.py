@@ -17,12 +17,19 @@ tensor([[2., 0.]])
 | activation | what W meets | promise |
 |---|---|---|
 | ``"float32"`` | x itself | error about 1e-7, at most 2e-6, of the largest level times the sum of abs(x) |
-| ``"binary"`` | sign(x), sign(0) = +1; a padded position counts 0 | equal to the bit on every path |
+| ``"binary"`` | sign(x), sign(0) = 1, sign(NaN) = -1; a padded position counts 0 | equal to the bit on every path |
 | ``"int8"`` (linear) | x quantized row by row, step max(abs(x)) / 127 | equal to the bit on every path |
+
+Inputs that are not finite stay visible: with float32 activations in each output that sums them, with int8 ones as NaN
+in all outputs of their row.
 
 The bit-equal promises are for two levels, or three equidistant ones, and sums below 2^24. A float32 layer of at most 7
 rows keeps its inputs in fixed point, to 2^-24 of the largest of 256 neighbours: rows made up so that all these errors
 add up beside one large input can go beyond the 2e-6, to 1.5e-5.
+
+Tensors of any strides are taken, negated views and tensors of zeros without memory included. Operands on different
+devices, freed storages, sparse and nested tensors, and inputs that require a gradient raise a ``ValueError`` that names
+the operand. Meta and fake tensors give meta and fake results.
 """
 
 from __future__ import annotations
@@ -33,6 +40,7 @@ from torch import Tensor
 
 from mirrorquant.packing.kernels import ops
 from mirrorquant.packing.kernels.dispatch import KernelsError, active, available, describe, force
+from mirrorquant.packing.kernels.gate import refuse_gradient
 from mirrorquant.packing.kernels.prepared import prepare
 
 __all__ = ["KernelsError", "active", "available", "conv2d", "describe", "force", "linear", "prepare"]
@@ -84,7 +92,8 @@ def conv2d(
         tensor([[ 8., 12., 12.,  8.],
                 [12., 18., 18., 12.]])
     """
-    call = ops.conv2d_now if ops.is_plain(x) else ops.conv2d
+    refuse_gradient(x, scale, shift, residual)
+    call = ops.conv2d_now if ops.is_plain(x, prepared, scale, shift, residual) else ops.conv2d
     result: Tensor = call(
         x, prepared, shape, levels, scale, shift, residual, relu, stride, padding, dilation, groups, activation
     )
@@ -119,6 +128,7 @@ def linear(
     Returns:
         [..., O].
     """
-    call = ops.linear_now if ops.is_plain(x) else ops.linear
+    refuse_gradient(x, scale, shift, residual)
+    call = ops.linear_now if ops.is_plain(x, prepared, scale, shift, residual) else ops.linear
     result: Tensor = call(x, prepared, shape, levels, scale, shift, residual, relu, activation)
     return result

@@ -43,8 +43,11 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     >>> q, step = quantize_rows(torch.tensor([[1.0, -127.0, 0.4]]))
     >>> q, step
     (tensor([[   1., -127.,    0.]]), tensor([[1.]]))
+
+    The step of a row that is not finite is NaN, and so is all that is computed from it.
     """
     step = x.abs().amax(-1, keepdim=True) / 127
+    step = torch.where(step.isfinite(), step, torch.nan)
     q = torch.where(step > 0, x / step, torch.zeros_like(x)).round().clamp(-127, 127)
     return q, step
 

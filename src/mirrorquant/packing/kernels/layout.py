@@ -1,7 +1,8 @@
 """What a prepared weight begins with: 64 bytes that say for which kernel and which shape it was made.
 
     8 bytes  magic "MQKERN1\0"
-    int32    the layout: 0 torch (float32 weights), 1 native (the three parts of csrc/kernels.h), 2 gpu (bit planes)
+    int32    the layout: 0 torch (float32 weights, then the levels), 1 native (the three parts of csrc/kernels.h),
+             2 gpu (bit planes)
     int32    the number of levels
     int64    output channels, input channels a group, kernel height, kernel width, groups, bytes in all
 
@@ -14,12 +15,13 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["HEADER_BYTES", "LAYOUTS", "Header", "full_shape", "read"]
+__all__ = ["HEADER_BYTES", "LAYOUTS", "Header", "check_levels", "full_shape", "level_bytes", "read"]
 
 LAYOUTS = ("torch", "native", "gpu")
 HEADER_BYTES = 64
@@ -52,6 +54,22 @@ def full_shape(shape: Sequence[int]) -> tuple[int, int, int, int]:
     if math.prod(shape) >= 2**40:
         raise ValueError(f"the weight's shape is {list(shape)}: that is more than 2^40 weights, surely a mistake")
     return int(o), int(c), int(h), int(w)
+
+
+def check_levels(levels: Sequence[float]) -> None:
+    """That the levels are at least two finite numbers in increasing order, as float32 has them."""
+    try:
+        values = [*struct.unpack(f"<{len(levels)}f", level_bytes(levels))]
+        right = len(values) > 1 and all(map(math.isfinite, values)) and all(a < b for a, b in pairwise(values))
+    except (OverflowError, struct.error, TypeError):
+        right = False
+    if not right:
+        raise ValueError(f"the levels are {list(levels)}, but they must be two or more increasing float32 numbers")
+
+
+def level_bytes(levels: Sequence[float]) -> bytes:
+    """The levels as float32."""
+    return struct.pack(f"<{len(levels)}f", *levels)
 
 
 def read(prepared: Tensor) -> Header:

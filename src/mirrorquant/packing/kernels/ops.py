@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mirrorquant.levels import BINARY
 from mirrorquant.packing.kernels import fallback, gpu, native
 from mirrorquant.packing.kernels.dispatch import active
-from mirrorquant.packing.kernels.layout import full_shape
+from mirrorquant.packing.kernels.gate import admit_all, check_devices
+from mirrorquant.packing.kernels.layout import check_levels, full_shape
 from mirrorquant.packing.kernels.prepared import is_native, weight
 
 __all__ = ["conv2d", "conv2d_now", "is_plain", "linear", "linear_now"]
@@ -47,10 +48,16 @@ def conv2d_now(
     groups: int,
     activation: str,
 ) -> Tensor:
-    """The operator's implementation."""
+    """The operator's implementation; autocast does not apply, on any path."""
+    x, prepared, scale, shift, residual = admit_all(x, prepared, scale, shift, residual)
+    if torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
+            return conv2d_now(
+                x, prepared, shape, levels, scale, shift, residual, relu, stride, padding, dilation, groups, activation
+            )
+    format_ = memory_format(x)
     plan = _plan(x, shape, levels, relu, stride, padding, dilation, groups, activation)
     check_epilogue(x, plan.size, shape[0], scale, shift, residual)
-    format_ = memory_format(x)
     if plan.layer is not None:
         inner = x.contiguous(memory_format=torch.channels_last)
         if residual is not None:
@@ -86,7 +93,11 @@ def linear_now(
     relu: bool,
     activation: str,
 ) -> Tensor:
-    """The operator's implementation."""
+    """The operator's implementation; autocast does not apply, on any path."""
+    x, prepared, scale, shift, residual = admit_all(x, prepared, scale, shift, residual)
+    if torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
+            return linear_now(x, prepared, shape, levels, scale, shift, residual, relu, activation)
     plan = _plan(x, shape, levels, relu, (1, 1), (0, 0), (1, 1), 1, activation)
     check_epilogue(x, plan.size, shape[0], scale, shift, residual)
     if x.is_cuda and gpu.is_gpu(prepared, shape, levels):
@@ -108,19 +119,23 @@ def linear_now(
     ).contiguous()
 
 
-def is_plain(x: Tensor) -> bool:
-    """Whether nothing watches operators on x: then the implementation can be called without torch's dispatcher.
+def is_plain(*operands: Tensor | None) -> bool:
+    """Whether nothing watches operators on these: then the implementation can be called without torch's dispatcher.
 
     The dispatcher takes longer to call into Python than a small layer takes to run.
     """
+    for tensor in operands:
+        if tensor is not None and (type(tensor) not in _PLAIN or not (tensor.is_cpu or tensor.is_cuda)):
+            return False
     return (
-        type(x) is Tensor
-        and (x.is_cpu or x.is_cuda)
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
         and not torch._C._is_tracing()
     )
+
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class _Plan(NamedTuple):
@@ -182,6 +197,7 @@ def _new_plan(
     path: str,
     threads: int,
 ) -> _Plan:
+    check_levels(levels)
     size: tuple[int, ...]
     if len(shape) == 2:
         size = linear_size(x, shape, activation)
@@ -260,6 +276,7 @@ def _conv2d_fake(
     groups: int,
     activation: str,
 ) -> Tensor:
+    check_devices(x, prepared, scale, shift, residual)
     size = conv2d_size(x, shape, stride, padding, dilation, groups, activation)
     check_epilogue(x, size, shape[0], scale, shift, residual)
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
@@ -276,6 +293,7 @@ def _linear_fake(
     relu: bool,
     activation: str,
 ) -> Tensor:
+    check_devices(x, prepared, scale, shift, residual)
     size = linear_size(x, shape, activation)
     check_epilogue(x, size, shape[0], scale, shift, residual)
     return x.new_empty(size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from mirrorquant.packing.kernels import fallback, gpu, native
 from mirrorquant.packing.kernels.dispatch import active
-from mirrorquant.packing.kernels.layout import HEADER_BYTES, Header, full_shape, read
+from mirrorquant.packing.kernels.gate import admit
+from mirrorquant.packing.kernels.layout import HEADER_BYTES, Header, check_levels, full_shape, level_bytes, read
 
 __all__ = ["check", "is_native", "prepare", "weight"]
 
@@ -39,10 +41,14 @@ def prepare(codes: Tensor, levels: Sequence[float], groups: int = 1) -> Tensor:
         >>> prepare(torch.zeros(8, 4, dtype=torch.uint8), (-1.0, 1.0)).dim()
         1
     """
+    codes = admit("codes", codes)
     shape = full_shape(codes.shape)
     if codes.dtype != torch.uint8:
         raise ValueError(f"codes are {codes.dtype}, but level indices must be uint8")
-    if len(levels) < 2 or int(codes.max()) >= len(levels):
+    if codes.is_meta:
+        raise ValueError("codes are on meta, without values: prepare the weight on the device that will run it")
+    check_levels(levels)
+    if int(codes.max()) >= len(levels):
         raise ValueError(f"codes go up to {int(codes.max())}, but there are {len(levels)} levels: {list(levels)}")
     if groups < 1 or shape[0] % groups:
         raise ValueError(f"groups is {groups}, but it must divide the {shape[0]} output channels")
@@ -52,9 +58,17 @@ def prepare(codes: Tensor, levels: Sequence[float], groups: int = 1) -> Tensor:
     if gpu.serves(codes.shape, levels, codes.device):
         return gpu.prepare(codes, levels)
     values = fallback.decode(codes.reshape(-1), levels)
-    header = Header("torch", len(levels), shape, groups, HEADER_BYTES + 4 * values.numel())
-    start = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(codes.device)
-    return torch.cat([start, values.view(torch.uint8)])
+    header = Header("torch", len(levels), shape, groups, _torch_bytes(shape, levels))
+    start, end = (
+        torch.frombuffer(bytearray(part), dtype=torch.uint8).to(codes.device)
+        for part in (header.pack(), level_bytes(levels))
+    )
+    return torch.cat([start, values.view(torch.uint8), end])
+
+
+def _torch_bytes(shape: Sequence[int], levels: Sequence[float]) -> int:
+    """A header, the weight, and the levels that it was made with."""
+    return HEADER_BYTES + 4 * math.prod(shape) + 4 * len(levels)
 
 
 def check(prepared: Tensor, shape: Sequence[int], levels: Sequence[float], groups: int) -> Header:
@@ -73,13 +87,26 @@ def weight(prepared: Tensor, shape: Sequence[int], levels: Sequence[float], grou
 
     On a GPU only the size is checked: reading the header would wait for the device, and break CUDA graphs.
     """
-    expected = HEADER_BYTES + 4 * math.prod(shape)
+    prepared = admit("prepared", prepared)
+    expected = _torch_bytes(shape, levels)
     if prepared.is_cuda and prepared.dtype == torch.uint8 and prepared.shape == (expected,):
-        return prepared[HEADER_BYTES:].view(torch.float32).view(tuple(shape))
+        return _values(prepared, shape, levels)
     header = check(prepared, shape, levels, groups)
     if header.layout == "native":
         codes = native.decode(prepared.cpu(), header.shape, groups, header.levels)
         return fallback.decode(codes.to(prepared.device), levels).view(tuple(shape))
     if header.total != expected:
         raise ValueError(f"the prepared weight has {header.total} bytes, but its shape {list(shape)} needs {expected}")
-    return prepared[HEADER_BYTES:].view(torch.float32).view(tuple(shape))
+    made = bytes(prepared[expected - 4 * len(levels) :].tolist())
+    if made != level_bytes(levels):
+        raise ValueError(
+            f"the weight was prepared for the levels {list(struct.unpack(f'<{len(levels)}f', made))}, but the layer has"
+            f" {list(levels)}"
+        )
+    return _values(prepared, shape, levels)
+
+
+def _values(prepared: Tensor, shape: Sequence[int], levels: Sequence[float]) -> Tensor:
+    values = prepared[HEADER_BYTES : -4 * len(levels)]
+    values = values.clone() if values.storage_offset() % 4 else values  # a float32 does not begin at an odd byte
+    return values.view(torch.float32).view(tuple(shape))

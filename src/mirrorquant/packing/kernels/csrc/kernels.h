@@ -19,6 +19,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #if defined(_WIN32)
 #define MQ_API __declspec(dllexport)
@@ -96,16 +97,22 @@ static inline float mq_finish(float value, float scale, float shift, const float
 }
 
 /* x = step * q about, with q in -127..127: step = max|x| / 127, q = round(x / step). Returns the step; the entries of q
- * up to a multiple of four are filled with zeros. */
+ * up to a multiple of four are filled with zeros. A row that is not finite has zeros for q and NaN for its step, which
+ * makes all of its results NaN. Sizes are compared as integers, which have NaN above infinity above all numbers. */
 static inline float mq_quantize_row(const float *x, int64_t count, int32_t *q) {
-    float largest = 0;
-    for (int64_t i = 0; i < count; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
-    const float step = largest / 127;
+    const uint32_t infinite = UINT32_C(0x7f800000);
+    uint32_t bits, largest = 0;
+    for (int64_t i = 0; i < count; i++) {
+        memcpy(&bits, x + i, sizeof bits);
+        bits &= UINT32_C(0x7fffffff);
+        largest = bits > largest ? bits : largest;
+    }
+    float step;
+    memcpy(&step, &largest, sizeof step);
+    step = largest >= infinite ? NAN : step / 127;
     for (int64_t i = 0; i < count; i++) {
         const float value = step > 0 ? rintf(x[i] / step) : 0;
-        q[i] = value > 127    ? 127
-               : value > -127 ? (int32_t)value
-                              : -127; /* a NaN is -127: a conversion would be undefined */
+        q[i] = (int32_t)(value > 127 ? 127 : value < -127 ? -127 : value); /* finite: a NaN step is not above 0 */
     }
     for (int64_t i = count; i < mq_ceil_div(count, 4) * 4; i++) q[i] = 0;
     return step;

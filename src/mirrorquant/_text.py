@@ -1,0 +1,19 @@
+"""Text from files, made safe to print."""
+
+__all__ = ["printable"]
+
+_MOST = 1000
+
+
+def printable(text: str) -> str:
+    """The text in one line of at most 1,000 characters that moves no cursor and hides nothing.
+
+    Control characters, bidirectional overrides, invisible characters and lone surrogates become their escapes, and what
+    is too long loses its middle.
+
+    >>> printable("conv\\x1b[2J\\n\\u202etxt")
+    'conv\\\\x1b[2J\\\\n\\\\u202etxt'
+    """
+    if len(text) > _MOST:
+        text = f"{text[: _MOST // 2]} ... {text[-_MOST // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
