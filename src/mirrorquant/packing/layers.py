@@ -108,6 +108,11 @@ class _PackedLayer(nn.Module):
         self.norm = (norm,)
         self.refresh()
 
+    def part(self) -> None:
+        """Gives back what the layer took over."""
+        self.norm, self.after_sign = (), False
+        self.refresh()
+
     def take_sign(self) -> bool:
         """Takes over the sign that precedes the layer; False where its levels do not allow it."""
         self.after_sign = self.weight_bits.levels == BINARY

@@ -1,0 +1,110 @@
+"""A fused network: its graph, and whether that still stands for the network."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from mirrorquant.packing.fuse import Memory, fuse, keeps_layout, refuse_changed_state
+from mirrorquant.packing.layers import PackedConv2d, PackedLinear
+from mirrorquant.packing.trace import trace
+from mirrorquant.packing.watch import MISSING, followed, frozen
+
+__all__ = ["Fusion", "fusion_of"]
+
+
+def fusion_of(network: nn.Module) -> Fusion | None:
+    """The network fused, or None with a warning that says why not."""
+    for layer in network.modules():
+        if isinstance(layer, (PackedConv2d, PackedLinear)):
+            layer.part()
+    try:
+        return Fusion(network)
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        warnings.warn(
+            f"{type(network).__name__} runs packed, but batch norms and additions are not folded into its layers, "
+            f"because its forward cannot be traced: {reason}. Pass fuse=False to accept that without a warning",
+            stacklevel=6,
+        )
+        return None
+
+
+class Fusion:
+    """The graph of a network whose packed layers do the work of their neighbours, too.
+
+    ``layout`` says that tensors must lie as the network's own forward would lay them out.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        traced = trace(network)
+        memory = Memory(network, traced.graph)
+        refuse_changed_state(memory)
+        self.network, self.graph, self.layout = network, traced.graph, keeps_layout(memory)
+        self.inputs = sum(node.op == "placeholder" for node in traced.graph.nodes)
+        vars(network).update(traced.constants)
+        self._names = [str(node.target) for node in traced.graph.nodes if node.op == "get_attr"]
+        self._quick, self._slow = followed(traced.watch, network)
+        fuse(network, self.graph, layout=self.layout)
+        self.graph.lint()
+        modules = list(network.modules())
+        folded = [norm for module in modules for norm in getattr(module, "norm", ()) if isinstance(norm, nn.Module)]
+        self._folded = [(norm, name) for norm in folded for name in ("weight", "bias", "running_mean", "running_var")]
+        self._quick += [(vars(norm), name, vars(norm)[name]) for norm in folded for name in ("training", "eps")]
+        self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._hooks += [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
+        self._spaces = [vars(module) for module in modules]
+        self._warned = False
+
+    def module(self) -> fx.GraphModule:
+        """The graph, with the network's tensors as they are now."""
+        tensors = [(self._owner(name), name.rpartition(".")[2]) for name in self._names] + self._folded
+        self._tensors = [(owner, name, getattr(owner, name), _version(getattr(owner, name))) for owner, name in tensors]
+        return fx.GraphModule(self.network, self.graph)
+
+    def _owner(self, name: str) -> nn.Module:
+        return self.network.get_submodule(name.rpartition(".")[0])
+
+    def takes(self, inputs: tuple[Any, ...]) -> bool:
+        """Whether the graph stands for a call with these inputs."""
+        return len(inputs) == self.inputs and all(isinstance(value, Tensor) for value in inputs)
+
+    def state(self) -> str:
+        """Whether the graph stands for the network as it is now: same; moved, with other tensors; or changed."""
+        if torch.compiler.is_compiling():
+            return "same"  # which a compiler cannot compare: compile after changing the network, not before
+        changed = self._changed()
+        if changed is not None:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{changed} has been changed since {type(self.network).__name__} was packed: from now on it runs "
+                    "without batch norms and additions folded into its layers. Pack it again to fold them",
+                    stacklevel=5,
+                )
+            return "changed"
+        same = all(getattr(owner, name) is tensor and _version(tensor) == count for owner, name, tensor, count in self._tensors)
+        return "same" if same else "moved"
+
+    def _changed(self) -> str | None:
+        for space, name, value in self._quick:
+            if space.get(name, MISSING) is not value:
+                now = space.get(name, MISSING)
+                if type(now) is not type(value) or isinstance(value, nn.Module) or now != value:
+                    return name
+        for name, read, value in self._slow:
+            if frozen(read()) != value:
+                return str(name)
+        if any(self._hooks):
+            return "a forward hook"
+        if any("forward" in space for space in self._spaces):
+            return "forward"
+        gone = [name for owner, name, tensor, _ in self._tensors if tensor is not None and not isinstance(getattr(owner, name, None), Tensor)]
+        return gone[0] if gone else None
+
+
+def _version(tensor: Any) -> int:
+    return 0 if tensor is None or tensor.is_inference() else int(tensor._version)
