@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from mirrorquant.packing.fuse import Memory, fuse, keeps_layout, refuse_changed_state
 from mirrorquant.packing.layers import PackedConv2d, PackedLinear
 from mirrorquant.packing.trace import trace
-from mirrorquant.packing.watch import MISSING, followed, frozen
+from mirrorquant.packing.watch import Followed
 
 __all__ = ["Fusion", "fusion_of"]
 
@@ -47,13 +47,13 @@ class Fusion:
         self.inputs = sum(node.op == "placeholder" for node in traced.graph.nodes)
         vars(network).update(traced.constants)
         self._names = [str(node.target) for node in traced.graph.nodes if node.op == "get_attr"]
-        self._quick, self._slow = followed(traced.watch, network)
+        self._followed = Followed(traced.watch, network)
         fuse(network, self.graph, layout=self.layout)
         self.graph.lint()
         modules = list(network.modules())
-        folded = [norm for module in modules for norm in getattr(module, "norm", ()) if isinstance(norm, nn.Module)]
-        self._folded = [(norm, name) for norm in folded for name in ("weight", "bias", "running_mean", "running_var")]
-        self._quick += [(vars(norm), name, vars(norm)[name]) for norm in folded for name in ("training", "eps")]
+        norms = [norm for module in modules for norm in getattr(module, "norm", ()) if isinstance(norm, nn.Module)]
+        self._folded = [(norm, name) for norm in norms for name in ("weight", "bias", "running_mean", "running_var")]
+        self._followed.objects += [(vars(norm), name, vars(norm)[name]) for norm in norms for name in ("training", "eps")]
         self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._hooks += [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
         self._spaces = [vars(module) for module in modules]
@@ -61,12 +61,12 @@ class Fusion:
 
     def module(self) -> fx.GraphModule:
         """The graph, with the network's tensors as they are now."""
-        tensors = [(self._owner(name), name.rpartition(".")[2]) for name in self._names] + self._folded
-        self._tensors = [(owner, name, getattr(owner, name), _version(getattr(owner, name))) for owner, name in tensors]
+        read = [(self.network.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self._names]
+        places = [_place(*one) for one in read + self._folded]
+        tensors = [(space, name, space[name]) for space, name in places]
+        counted = [tensor for _, _, tensor in tensors if tensor is not None and not tensor.is_inference()]
+        self._tensors, self._versions = tensors, [(tensor, tensor._version) for tensor in counted]
         return fx.GraphModule(self.network, self.graph)
-
-    def _owner(self, name: str) -> nn.Module:
-        return self.network.get_submodule(name.rpartition(".")[0])
 
     def takes(self, inputs: tuple[Any, ...]) -> bool:
         """Whether the graph stands for a call with these inputs."""
@@ -77,34 +77,32 @@ class Fusion:
         if torch.compiler.is_compiling():
             return "same"  # which a compiler cannot compare: compile after changing the network, not before
         changed = self._changed()
-        if changed is not None:
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"{changed} has been changed since {type(self.network).__name__} was packed: from now on it runs "
-                    "without batch norms and additions folded into its layers. Pack it again to fold them",
-                    stacklevel=5,
-                )
-            return "changed"
-        same = all(getattr(owner, name) is tensor and _version(tensor) == count for owner, name, tensor, count in self._tensors)
-        return "same" if same else "moved"
+        if changed is None:
+            moved = any(space[name] is not tensor for space, name, tensor in self._tensors)
+            return "moved" if moved or any(tensor._version != n for tensor, n in self._versions) else "same"
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{changed} has changed since {type(self.network).__name__} was packed: from now on it runs without "
+                "batch norms and additions folded into its layers. Pack it again to fold them",
+                stacklevel=5,
+            )
+        return "changed"
 
     def _changed(self) -> str | None:
-        for space, name, value in self._quick:
-            if space.get(name, MISSING) is not value:
-                now = space.get(name, MISSING)
-                if type(now) is not type(value) or isinstance(value, nn.Module) or now != value:
-                    return name
-        for name, read, value in self._slow:
-            if frozen(read()) != value:
-                return str(name)
-        if any(self._hooks):
+        changed = self._followed.changed()
+        if changed is None and any(self._hooks):
             return "a forward hook"
-        if any("forward" in space for space in self._spaces):
+        if changed is None and any("forward" in space for space in self._spaces):
             return "forward"
-        gone = [name for owner, name, tensor, _ in self._tensors if tensor is not None and not isinstance(getattr(owner, name, None), Tensor)]
-        return gone[0] if gone else None
+        if changed is None:
+            for space, name, tensor in self._tensors:
+                if space.get(name) is not tensor and (tensor is None or not isinstance(space.get(name), Tensor)):
+                    return name
+        return changed
 
 
-def _version(tensor: Any) -> int:
-    return 0 if tensor is None or tensor.is_inference() else int(tensor._version)
+def _place(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """The dictionary that holds a tensor of a module."""
+    spaces: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+    return next(space for space in spaces if name in space), name

@@ -11,6 +11,7 @@ import gc
 import inspect
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ __all__ = ["Traced", "hooked", "trace"]
 
 CONSTANT = "_tensor_constant"
 _PACKED = (PackedConv2d, PackedLinear)
+_LOCK = threading.RLock()  # torch counts its dispatch modes for all threads together
 AUGMENTED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
 
 
@@ -51,7 +53,8 @@ def trace(network: nn.Module) -> Traced:
     held = [value for module in network.modules() for value in tree_leaves(vars(module)) if isinstance(value, Tensor)]
     copied = copy.deepcopy(network, {id(tensor): tensor for tensor in held})
     watch = Watch()
-    first, second = (_Tracer(copied, watch, held).run() for _ in range(2))
+    with _LOCK:
+        first, second = (_Tracer(copied, watch, held).run() for _ in range(2))
     if not _alike(first, second):
         raise PackError("forward does not do the same each time")
     return first
@@ -348,6 +351,11 @@ class _Eager(TorchDispatchMode):
     def __init__(self, watch: Watch, held: set[int]) -> None:
         super().__init__()
         self.watch, self.held, self.fresh, self.kept = watch, held, set[int](), list[Tensor]()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not to import the compiler, which takes seconds."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).removesuffix(".default")

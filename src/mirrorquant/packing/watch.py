@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mirrorquant.packing.bits import PackError
 
-__all__ = ["MISSING", "Watch", "followed", "frozen", "is_library"]
+__all__ = ["MISSING", "Followed", "Watch", "frozen", "is_library"]
 
 MISSING = object()
 _MOST = 2000  # a larger object is not compared at each call
@@ -168,13 +168,20 @@ class Watch:
         except PackError as error:
             self.refuse(f"forward reads {told} ({type(value).__name__}), {error}")
 
+    @staticmethod
+    def _is(before: Any, value: Any) -> bool:
+        try:
+            return bool(before == frozen(value))
+        except PackError:  # as it could be before
+            return False
+
     def refuse_changes(self) -> None:
         """Raises where something that was read has been changed since."""
         for (path, name), read in self.attributes.items():
-            if self.values[path, name] != self._frozen(_told(path, name), read()):
+            if not self._is(self.values[path, name], read()):
                 self.refuse(f"forward changes {_told(path, name)}")
         for key, (name, _, read) in self.outside.items():
-            if self.values[key] != self._frozen(name, read()):
+            if not self._is(self.values[key], read()):
                 self.refuse(f"forward changes {name}, which it shares with other code")
 
     # What it ran.
@@ -251,24 +258,41 @@ def _told(path: str, name: str) -> str:
     return ".".join(part for part in ("self", path, name) if part)
 
 
-def followed(watch: Watch, network: nn.Module) -> tuple[list[tuple[Any, str, Any]], list[tuple[str, Any, Any]]]:
-    """What to compare before each call: objects by identity in dictionaries, and other values by their content."""
-    quick: list[tuple[Any, str, Any]] = []
-    slow: list[tuple[str, Any, Any]] = []
-    for path, name in watch.attributes:
-        module = network.get_submodule(path)
-        space = next((space for space in (vars(module), module._modules) if name in space), None)
-        if space is not None and _simple(space[name]):
-            quick.append((space, name, space[name]))
-        else:
-            read = functools.partial(getattr, module, name, MISSING)
-            slow.append((_told(path, name), read, frozen(read())))
-    for key, (name, owner, read) in watch.outside.items():
-        if isinstance(owner, dict) and _simple(read()):
-            quick.append((owner, name, read()))
-        else:
-            slow.append((name, read, watch.values[key]))
-    return quick, slow
+class Followed:
+    """What has to be as it was when the network was traced, for comparison before each call."""
+
+    def __init__(self, watch: Watch, network: nn.Module) -> None:
+        self.objects: list[tuple[dict[str, Any], str, Any]] = []
+        self.children: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
+        self.values: list[tuple[str, Callable[[], Any], Any]] = []
+        for path, name in watch.attributes:
+            module = network.get_submodule(path)
+            space = next((space for space in (vars(module), module._modules) if name in space), None)
+            if name == "_modules":
+                self.children.append((module._modules, list(module._modules.items())))
+            elif space is not None and _simple(space[name]):
+                self.objects.append((space, name, space[name]))
+            else:
+                read = functools.partial(getattr, module, name, MISSING)
+                self.values.append((_told(path, name), read, frozen(read())))
+        for key, (name, owner, read) in watch.outside.items():
+            if isinstance(owner, dict) and _simple(read()):
+                self.objects.append((owner, name, read()))
+            else:
+                self.values.append((name, read, watch.values[key]))
+
+    def changed(self) -> str | None:
+        """Something that is not as it was."""
+        for space, name, value in self.objects:
+            if (now := space.get(name, MISSING)) is not value and frozen(now) != frozen(value):
+                return name
+        for children, items in self.children:
+            if list(children.items()) != items:
+                return "a list of modules"
+        for name, read, value in self.values:
+            if frozen(read()) != value:
+                return name
+        return None
 
 
 def _simple(value: Any) -> bool:
