@@ -230,7 +230,7 @@ def keeps_layout(memory: Memory) -> bool:
 def fuse(network: nn.Module, graph: fx.Graph, *, layout: bool) -> None:
     """Lets each packed layer do what surrounds it: sign -> layer -> batch norm -> addition -> ReLU.
 
-    With ``layout`` tensors lie as they would without it.
+    With ``layout`` tensors lie as they would without it; an addition is left alone then, since either term may decide.
     """
     for node in graph.nodes:
         if layout:
@@ -242,6 +242,7 @@ def fuse(network: nn.Module, graph: fx.Graph, *, layout: bool) -> None:
         elif node.op == "call_method" and node.target == "view_as":
             node.target = "reshape_as"
     called = [node.target for node in graph.nodes if node.op == "call_module"]
+    options = {"fused": True, "layout": layout}
     for node in list(graph.nodes):
         layer = _module(network, node)
         if not isinstance(layer, _PACKED) or called.count(node.target) > 1 or len(node.args) != 1 or node.kwargs:
@@ -255,7 +256,7 @@ def fuse(network: nn.Module, graph: fx.Graph, *, layout: bool) -> None:
         if isinstance(norm, _NORMS[type(layer)]) and _folds(norm, layer) and called.count(follower.target) == 1:
             layer.fold(norm)
             last, follower = follower, _only_user(follower)
-        residual = _added(last, follower)
+        residual = None if layout else _added(last, follower)
         start = source if layer.after_sign else node
         if residual is not None and not _changes_between(network, graph, start, follower):
             last, added, follower = follower, follower, _only_user(follower)
@@ -265,7 +266,7 @@ def fuse(network: nn.Module, graph: fx.Graph, *, layout: bool) -> None:
         last = follower if relu else last
         with graph.inserting_before(node if residual is None else added):
             extras = {"residual": residual} if residual else {}
-            done = graph.call_module(node.target, node.args, {**extras, "relu": bool(relu), "fused": True})
+            done = graph.call_module(node.target, node.args, {**extras, **options, "relu": bool(relu)})
         last.replace_all_uses_with(done)
         while last is not node:
             last, gone = next(arg for arg in last.args if arg is not residual), last

@@ -8,7 +8,7 @@ each packed layer takes over the batch norm, the addition and the ReLU that foll
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from mirrorquant.levels import Levels
 from mirrorquant.packing.bits import PackedTensor, PackError, off_level
 from mirrorquant.packing.fusion import Fusion, fusion_of
-from mirrorquant.packing.layers import PackedConv2d, PackedLinear
+from mirrorquant.packing.layers import PackedConv2d, PackedLinear, bits_pay
 from mirrorquant.packing.trace import hooked
 from mirrorquant.select import Pattern, _listed, _matching, _names, unwrapped
 
@@ -39,8 +39,10 @@ def pack(
 ) -> PackedModel:
     """A copy of a finalized model that holds its weights as bits and computes with them.
 
-    Convolutions (``Conv2d``) and linear layers are packed; all else stays as it is. The copy is for inference: it is in
-    ``eval`` mode and stays there.
+    Convolutions (``Conv2d``) and linear layers are packed; all else stays as it is. Layers that bits would slow down
+    compute with floats, although they are kept and saved as bits: depthwise convolutions, linear layers with fewer
+    than 65,536 weights, and those of ``nn.TransformerEncoderLayer``; ``layers()`` names all others. The copy is for
+    inference: it is in ``eval`` mode and stays there.
 
     Args:
         model: the model, after ``MirrorDescent.finalize()``. It is left alone.
@@ -148,8 +150,8 @@ class PackedModel(nn.Module):
         self._fuse(bool(state["_fusion"]))
 
     def layers(self) -> list[str]:
-        """The names of the packed layers."""
-        return [name for name, module in self.network.named_modules() if isinstance(module, _PACKED)]
+        """The names of the layers that run on bits."""
+        return [name for name, module in self.network.named_modules() if isinstance(module, _PACKED) and module.on_bits]
 
     def entries(self) -> dict[str, Entry]:
         """Each tensor of the plain model's state by its name: as bits, or as it is."""
@@ -300,7 +302,7 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
     """A packed model from a skeleton and its tensors; a layer whose weight comes as bits is packed."""
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
     names = {id(tensor): name for name, tensor in state(plain)}
-    layers: dict[str, nn.Module] = {}
+    layers: dict[str, PackedConv2d | PackedLinear] = {}
     for path, module in plain.named_modules():
         if type(module) not in _LAYERS or hooked(module):
             continue
@@ -311,6 +313,7 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
                 layers[path] = PackedLinear.of(module, weight, bias, int8=int8)
             elif isinstance(module, nn.Conv2d):
                 layers[path] = PackedConv2d.of(module, weight, bias)
+            layers[path].floats = not bits_pay(module) or _read_by_torch(plain, path)
     kept = [module for path, module in plain.named_modules() if path not in layers]
     used = {names.get(id(parameter)) for module in kept for parameter in module.parameters(recurse=False)}
     for name, entry in entries.items():
@@ -320,7 +323,12 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
     return PackedModel(network, plain, fuse=fuse and not isinstance(network, _PACKED))
 
 
-def _with_layers(plain: nn.Module, tensors: dict[str, Tensor], layers: dict[str, nn.Module]) -> nn.Module:
+def _read_by_torch(plain: nn.Module, path: str) -> bool:
+    """Whether a layer's parent takes its weight and computes with that itself."""
+    return isinstance(plain.get_submodule(path.rpartition(".")[0]), nn.TransformerEncoderLayer)
+
+
+def _with_layers(plain: nn.Module, tensors: dict[str, Tensor], layers: Mapping[str, nn.Module]) -> nn.Module:
     """A copy of the skeleton with these tensors and these layers in the places of its own."""
     memo: dict[int, Any] = {id(plain.get_submodule(path)): layer for path, layer in layers.items()}
     for name, tensor in state(plain):
