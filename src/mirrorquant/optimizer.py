@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mirrorquant import _owners, methods
 from mirrorquant import anneal as _anneal
-from mirrorquant import methods
 from mirrorquant.anneal import Schedule
 from mirrorquant.levels import Levels
 from mirrorquant.methods import REF, Method
@@ -113,6 +113,7 @@ class MirrorDescent(Optimizer):
             base.state.update(type(base)([dict(group) for group in base.param_groups], **base.defaults).state)
         self._constructed = True
         self._write(rounded=False)
+        _owners.begin(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, quantized by its own ``method``, ``levels`` and ``anneal``, or by the optimizer's.

@@ -28,8 +28,8 @@ _NORMS: dict[type, type[nn.BatchNorm1d] | type[nn.BatchNorm2d]] = {
 }
 
 # New memory, and the same numbers whatever the layout of the inputs; functions, methods and operators go by one name.
-_FRESH = set(
-    """add sub subtract mul multiply div divide truediv true_divide floordiv floor_divide mod remainder fmod pow neg
+_FRESH_NAMES = """
+    add sub subtract mul multiply div divide truediv true_divide floordiv floor_divide mod remainder fmod pow neg
     negative abs exp expm1 log log1p log2 sqrt rsqrt square reciprocal sign sin cos tan erf round floor ceil sigmoid
     tanh relu relu6 gelu silu mish hardswish hardsigmoid hardtanh elu selu celu leaky_relu prelu softplus softsign
     softmax log_softmax logsigmoid clamp clip clamp_min clamp_max maximum minimum max min amax amin argmax argmin mean
@@ -37,13 +37,15 @@ _FRESH = set(
     cat concat concatenate stack matmul mm bmm addmm linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d
     batch_norm layer_norm group_norm rms_norm normalize max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d
     adaptive_avg_pool2d adaptive_max_pool1d adaptive_max_pool2d interpolate pad clone zeros_like ones_like full_like
-    embedding flip repeat""".split()
-)
+    embedding flip repeat
+"""
+_FRESH = set(_FRESH_NAMES.split())
 # The memory of the first input, by whatever layout.
-_VIEWS = set(
-    """squeeze unsqueeze transpose swapaxes swapdims permute movedim t narrow select chunk split tensor_split unbind
-    expand expand_as broadcast_to detach diagonal unflatten getitem T mT H mH data real imag""".split()
-)
+_VIEWS_NAMES = """
+    squeeze unsqueeze transpose swapaxes swapdims permute movedim t narrow select chunk split tensor_split unbind
+    expand expand_as broadcast_to detach diagonal unflatten getitem T mT H mH data real imag
+"""
+_VIEWS = set(_VIEWS_NAMES.split())
 _SAME = {"squeeze", "unsqueeze", "detach", "unflatten"}  # of which these show all of it, in order
 # The memory of the first input or a copy, depending on the layout.
 _COPIES = {"view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "contiguous"}
@@ -205,7 +207,8 @@ def _known(node: fx.Node) -> bool:
 
 def refuse_changed_state(memory: Memory) -> None:
     """A graph must not change tensors that it keeps from call to call, nor hand out those that forward would create."""
-    state = [node for node in memory.changed() if node.op == "get_attr"]
+    changed = memory.changed()
+    state = [node for node in memory.nodes if node in changed and node.op == "get_attr"]
     if state:
         told = "a tensor" if str(state[0].target).startswith(CONSTANT) else f"self.{state[0].target}"
         raise PackError(f"forward changes {told} in place")
@@ -327,5 +330,3 @@ def _is_relu(network: nn.Module, node: fx.Node) -> bool:
     if node.op == "call_function":
         return node.target in (F.relu, torch.relu, torch.relu_, F.relu_) and len(node.args) == 1
     return node.op == "call_method" and node.target in ("relu", "relu_")
-
-

@@ -53,7 +53,9 @@ class Fusion:
         modules = list(network.modules())
         norms = [norm for module in modules for norm in getattr(module, "norm", ()) if isinstance(norm, nn.Module)]
         self._folded = [(norm, name) for norm in norms for name in ("weight", "bias", "running_mean", "running_var")]
-        self._followed.objects += [(vars(norm), name, vars(norm)[name]) for norm in norms for name in ("training", "eps")]
+        self._followed.objects += [
+            (vars(norm), name, vars(norm)[name]) for norm in norms for name in ("training", "eps")
+        ]
         self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._hooks += [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
         self._spaces = [vars(module) for module in modules]

@@ -87,9 +87,8 @@ class _PackedLayer(nn.Module):
             self.register_buffer(name, None, persistent=False)
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
         self._weight: dict[str, Any] = {"shape": tuple(weight.shape)}
-        self._unpacked: tuple[Tensor, int] | None = None
-        self._float: tuple[Tensor, Tensor | None] | None = None
-        self._fused_float: tuple[Tensor, Tensor | None] | None = None
+        self._unpacked: dict[str, tuple[Tensor, int]] = {}
+        self._folded: tuple[Tensor, Tensor] | None = None
 
     def _prepare(self) -> None:
         """Lays the weight out as the kernels read it."""
@@ -100,10 +99,11 @@ class _PackedLayer(nn.Module):
 
     def refresh(self) -> None:
         """Makes scales and shifts anew from the state."""
-        bits, bias = self.weight_bits, self.bias
+        self._unpacked, self._folded = {}, None
+        bits = self.weight_bits
         if bits.planes.device.type == "meta":
             return
-        self._unpacked = self._float = self._fused_float = None
+        bias = self.bias
         gain = None if bits.scale is None else bits.scale.double()
         shift = None if bias is None else bias.double()
         self.gain, self.shift = self._vector(gain), self._vector(shift)
@@ -117,21 +117,21 @@ class _PackedLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weights as floats, unpacked when first read."""
-        kept = self._unpacked
-        if kept is None or self.traced or _version(kept[0]) != kept[1]:  # it is not for others to change
-            weight = self._floats(self.weight_bits)
-            kept = self._unpacked = (weight, _version(weight))
-        return kept[0]
+        return self._floats("weight", self.weight_bits)
 
     @property
     def bias(self) -> Tensor | None:
         """The bias as floats."""
-        return self.bias_float if self.bias_bits is None else self._floats(self.bias_bits)
+        return self.bias_float if self.bias_bits is None else self._floats("bias", self.bias_bits)
 
-    def _floats(self, bits: PackedTensor) -> Tensor:
+    def _floats(self, name: str, bits: PackedTensor) -> Tensor:
         if self.traced:
             raise PackError("it uses the weight or bias of a packed layer apart from the layer")
-        return bits.unpack()
+        kept = self._unpacked.get(name)
+        if kept is None or _version(kept[0]) != kept[1]:  # it is not for others to change
+            tensor = bits.unpack()
+            kept = self._unpacked[name] = (tensor, _version(tensor))
+        return kept[0]
 
     @property
     def on_bits(self) -> bool:
@@ -140,18 +140,15 @@ class _PackedLayer(nn.Module):
 
     def _float_tensors(self, fused: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Weight and bias as floats, with the batch norm that was taken over if ``fused``."""
-        kept = self._fused_float if fused else self._float
-        if kept is None or kept[0].dtype != dtype:
-            weight, bias = self.weight.double(), None if self.bias is None else self.bias.double()
-            for norm in self.norm if fused else ():
-                slope, bias = _folded(norm, None, bias)
-                weight = weight * slope.reshape(-1, *[1] * (weight.dim() - 1))
-            kept = weight.to(dtype), None if bias is None else bias.to(dtype)
-            if fused:
-                self._fused_float = kept
-            else:
-                self._float = kept
-        return kept
+        if not fused or not self.norm:
+            bias = self.bias
+            return self.weight.to(dtype), None if bias is None else bias.to(dtype)
+        if self._folded is None or self._folded[0].dtype != dtype:
+            (norm,) = self.norm
+            slope, shift = _folded(norm, None, None if self.bias is None else self.bias.double())
+            weight = self.weight_bits.unpack().double() * slope.reshape(-1, *[1] * (len(self.weight_bits.shape) - 1))
+            self._folded = weight.to(dtype), shift.to(dtype)
+        return self._folded
 
     def fold(self, norm: Norm) -> None:
         """Takes over the work of a batch norm that follows, with the statistics that it has collected."""

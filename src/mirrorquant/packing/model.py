@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from mirrorquant import _owners
 from mirrorquant.levels import Levels
 from mirrorquant.packing.bits import PackedTensor, PackError, off_level
 from mirrorquant.packing.fusion import Fusion, fusion_of
@@ -27,6 +28,7 @@ __all__ = ["PackedModel", "pack", "unpack"]
 Entry = PackedTensor | Tensor
 _LAYERS = (nn.Conv2d, nn.Linear)
 _PACKED = (PackedConv2d, PackedLinear)
+_CLOSEST = 1e-3  # that levels are to each other, as a part of the largest
 
 
 def pack(
@@ -47,21 +49,24 @@ def pack(
     Args:
         model: the model, after ``MirrorDescent.finalize()``. It is left alone.
         levels: what the weights of every such layer are on; a weight that is not is refused, with its name and value.
-            Unless given, the levels of each layer are read off its weights, and layers without any stay in float.
+            By default the levels of each layer are read off its weights: at most 16 values, each a thousandth of the
+            largest or more away from the next. Layers that have more values stay in float; a weight that an optimizer
+            has not finalized raises an error.
         skip: patterns of the layers that stay in float, as in :func:`mirrorquant.split`.
-        fuse: whether packed layers take over batch norm, addition and ReLU that follow them. A model that torch.fx
-            cannot trace runs without that, and a warning says so.
+        fuse: whether packed layers take over batch norm, addition and ReLU that follow them. A model whose ``forward``
+            cannot be traced runs without that, and a warning says why: it decides by values of tensors, keeps state
+            from call to call, or draws random numbers, for example.
         int8: whether linear layers quantize their inputs to 8 bits, row by row: faster, and no longer exact.
 
     Returns:
         A model with the same results, but for the rounding of float32.
 
     Raises:
-        PackError: no layer is on levels, or one is not on those that were given.
+        PackError: no layer is on levels, one is not on those that were given, or one is still being trained.
 
     Example:
         >>> import torch, mirrorquant as mq
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 256), torch.nn.ReLU(), torch.nn.Linear(256, 2))
         >>> _ = model[0].weight.data.sign_()
         >>> packed = mq.pack(model)
         >>> packed.layers()
@@ -69,7 +74,7 @@ def pack(
         >>> mq.pack(model, levels=mq.BINARY)
         Traceback (most recent call last):
         ...
-        mirrorquant.packing.bits.PackError: 2.weight holds ..., which is none of the levels -1, 1: ...
+        mirrorquant.packing.bits.PackError: 2.weight contains ..., which is none of the levels -1, 1: ...
     """
     model = unwrapped(model)
     if isinstance(model, PackedModel):
@@ -263,18 +268,58 @@ def entries_of(
         if name not in parameters:
             continue
         bits = PackedTensor.of(tensor, levels) or (PackedTensor.of(tensor) if name not in layers else None)
+        if levels is None and tensor.dim() > 1:
+            _refuse_unfinished(name, tensor, bits)
         if bits is not None:
             entries[name] = bits
         elif levels is not None and name in layers:
             raise PackError(_off(name, tensor.detach(), levels))
     wanted = [name for name, p in model.named_parameters() if p.dim() > 1] if stored else layers
     if not any(isinstance(entries.get(name), PackedTensor) for name in wanted):
-        left = [name for name in wanted if name in parameters]
-        if not left:
-            what = "weight to store as bits" if stored else "Conv2d or Linear layer to pack"
-            raise PackError(f"{type(model).__name__} has no {what}")
-        raise PackError(_off(left[0], dict(state(model))[left[0]].detach(), levels))
+        raise PackError(_nothing(model, entries, [name for name in wanted if name in parameters], levels, stored))
     return entries
+
+
+def _nothing(model: nn.Module, entries: dict[str, Entry], left: list[str], levels: Levels | None, stored: bool) -> str:
+    """Why there is nothing to pack: no layer for it, none of them quantized, or others than can run packed."""
+    modules = {name: module for name, module in model.named_modules() if name}
+    held = [name for name, p in model.named_parameters() if p.dim() > 1 and isinstance(entries[name], PackedTensor)]
+    if held and not stored:
+        owners = [(name.rpartition(".")[0], name) for name in held]
+        told = [f"{name} ({type(modules.get(path, model)).__name__})" for path, name in owners]
+        told = [*told[:4], *(["..."] if len(told) > 4 else [])]
+        return (
+            f"no Conv2d or Linear layer of {type(model).__name__} is quantized, and only those run packed. Its "
+            f"quantized weights are {', '.join(told)}: mq.save stores these as bits"
+        )
+    if left:
+        return _off(left[0], dict(state(model))[left[0]].detach(), levels)
+    return f"{type(model).__name__} has no {'weight to store as bits' if stored else 'Conv2d or Linear layer to pack'}"
+
+
+def _distinct(tensor: Tensor) -> int:
+    return int(torch.unique(tensor.detach()).numel())
+
+
+def _refuse_unfinished(name: str, tensor: Tensor, bits: PackedTensor | None) -> None:
+    """A weight that is on its way to its levels, of which a few distinct values may pass for a level set.
+
+    Levels are at least a thousandth of the largest one apart; values next to +-1 that a projection has not yet rounded
+    are closer.
+    """
+    if _owners.owner(tensor) is not None:
+        raise PackError(
+            f"{name} belongs to a MirrorDescent that is not finalized, and has {_distinct(tensor)} distinct "
+            "values: call `opt.finalize()` first, or pass levels= to pack it as it is"
+        )
+    if bits is not None and bits.scale is None:
+        values = torch.tensor(sorted(bits.levels), dtype=torch.float64)
+        gap, largest = float(values.diff().min()), float(values.abs().max())
+        if gap < _CLOSEST * largest:
+            raise PackError(
+                f"{name} has {len(values)} distinct values, some only {gap:.2g} apart, so they are not levels: call "
+                "`opt.finalize()` first, or pass levels= to pack it as it is"
+            )
 
 
 def _skipped(model: nn.Module, skip: Pattern | Sequence[Pattern]) -> set[str]:
@@ -288,11 +333,11 @@ def _skipped(model: nn.Module, skip: Pattern | Sequence[Pattern]) -> set[str]:
 
 
 def _off(name: str, tensor: Tensor, levels: Levels | None) -> str:
-    wanted = "on no few levels" if levels is None else f"none of the levels {', '.join(f'{q:g}' for q in levels)}"
     value = off_level(tensor, levels)
-    return (
-        f"{name} holds {value:g}, which is {wanted}: finalize() puts weights on their levels, skip leaves a layer out"
-    )
+    remedy = "call `opt.finalize()`, or skip this layer"
+    if levels is None:
+        return f"{name} is not quantized (contains {value:g}): {remedy}"
+    return f"{name} contains {value:g}, which is none of the levels {', '.join(f'{q:g}' for q in levels)}: {remedy}"
 
 
 # From bits to a network that runs.

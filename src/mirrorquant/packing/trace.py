@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -48,8 +48,10 @@ def trace(network: nn.Module) -> Traced:
     The graph stands for calls with the arguments that have no default, all of them tensors.
     """
     odd = [name or type(network).__name__ for name, module in network.named_modules() if hooked(module)]
-    if odd or nn.modules.module._has_any_global_hook():
-        raise PackError(f"{odd[0] if odd else 'every module'} has a forward hook, or a forward that is not of its class")
+    if odd or _globally_hooked():
+        raise PackError(
+            f"{odd[0] if odd else 'every module'} has a forward hook, or a forward that is not of its class"
+        )
     held = [value for module in network.modules() for value in tree_leaves(vars(module)) if isinstance(value, Tensor)]
     copied = copy.deepcopy(network, {id(tensor): tensor for tensor in held})
     watch = Watch()
@@ -63,6 +65,10 @@ def trace(network: nn.Module) -> Traced:
 def hooked(module: nn.Module) -> bool:
     """Whether calling it does more than its class says: by a hook, or by a ``forward`` that was put into the object."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def _globally_hooked() -> bool:
+    return bool(nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks)
 
 
 def _alike(first: Traced, second: Traced) -> bool:
@@ -79,14 +85,26 @@ class _Proxy(fx.Proxy):
     def __init__(self, node: fx.Node, tracer: Any) -> None:
         self.__dict__.update(node=node, tracer=tracer)
 
+    def _refuse(self, reason: str) -> NoReturn:
+        self._watch.refuse(reason)
+
     @property
+    def _watch(self) -> Watch:
+        tracer: Any = self.tracer
+        watch: Watch = tracer.watch
+        return watch
+
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """For isinstance, where the answer is known: the graph stands for calls with tensors."""
-        if sys._getframe(1).f_globals.get("__name__", "").startswith(("torch.", "mirrorquant.packing")):
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        if caller.startswith(("torch.", "mirrorquant.packing")):
             return type(self)
-        if self.node.op == "placeholder" and self.tracer.watch.isinstance_called:
-            return Tensor
-        self.tracer.watch.refuse(f"forward asks for the type of {self.node.name}")
+        if not self._watch.isinstance_called and (caller == "torch" or not is_library(caller)):
+            return type(self)  # for a function in C, which must not take it for a tensor
+        if self.node.op != "placeholder":
+            self._refuse(f"forward asks for the type of {self.node.name}")
+        return Tensor
 
     def __getattr__(self, name: str) -> Any:
         if not hasattr(Tensor, name):
@@ -94,21 +112,21 @@ class _Proxy(fx.Proxy):
         return _Attribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self.tracer.watch.refuse(f"forward sets the attribute {name} of a tensor")
+        self._refuse(f"forward sets the attribute {name} of a tensor")
 
     def __hash__(self) -> int:
         if is_library(sys._getframe(1).f_globals.get("__name__", "")):
             return id(self)
-        self.tracer.watch.refuse(f"forward looks for {self.node.name} in a dictionary or set")
+        self._refuse(f"forward looks for {self.node.name} in a dictionary or set")
 
     def __len__(self) -> int:
-        self.tracer.watch.refuse(f"forward asks for the length of {self.node.name}")
+        self._refuse(f"forward asks for the length of {self.node.name}")
 
     def __float__(self) -> float:
-        self.tracer.watch.refuse(f"forward makes a Python number of {self.node.name}")
+        self._refuse(f"forward makes a Python number of {self.node.name}")
 
     def __str__(self) -> str:
-        self.tracer.watch.refuse(f"forward makes text of {self.node.name}")
+        self._refuse(f"forward makes text of {self.node.name}")
 
     __int__ = __index__ = __complex__ = __float__
     __format__ = __str__  # type: ignore[assignment]
@@ -138,7 +156,7 @@ class _Attribute(_Proxy):
         self.__dict__.update(root=root, attr=name, tracer=root.tracer, made=None)
 
     @property
-    def node(self) -> fx.Node:
+    def node(self) -> fx.Node:  # type: ignore[override]
         if self.__dict__["made"] is None:
             made = self.tracer.create_proxy("call_function", getattr, (self.root, self.attr), {})
             self.__dict__["made"] = made.node
@@ -194,7 +212,7 @@ class _Tracer(fx.Tracer):
     def run(self) -> Traced:
         """Traces the network."""
         modules = list(self.root.modules())
-        before = [(module, dict(vars(module)), *map(dict, _registered(module))) for module in modules]
+        before = [[dict(space) for space in _spaces(module)] for module in modules]
         forward = type(self.root).forward
         inputs = self._inputs(forward)
         self.watch.function(forward)
@@ -203,9 +221,8 @@ class _Tracer(fx.Tracer):
         if self.watch.refusal is not None:  # which forward caught
             raise self.watch.refusal
         self.create_node("output", "output", (self.create_arg(result),), {}, None)
-        for module, attributes, *registered in before:
-            spaces = zip([attributes, *registered], [vars(module), *_registered(module)], strict=True)
-            for was, now in spaces:
+        for module, spaces in zip(modules, before, strict=True):
+            for was, now in zip(spaces, _spaces(module), strict=True):
                 odd = [name for name in {**was, **now} if was.get(name, MISSING) is not now.get(name, MISSING)]
                 if odd:
                     self.watch.refuse(f"forward changes {self.told(module, odd[0])}")
@@ -223,7 +240,9 @@ class _Tracer(fx.Tracer):
     def _watched(self, modules: list[nn.Module]) -> Iterator[None]:
         kinds = {type(module) for module in modules}
         members = {"_tracer": self}
-        watched = {kind: type(kind.__name__, (_Watched, kind), {**members, "__module__": kind.__module__}) for kind in kinds}
+        watched = {
+            kind: type(kind.__name__, (_Watched, kind), {**members, "__module__": kind.__module__}) for kind in kinds
+        }
         try:
             for module in modules:
                 if isinstance(module, _PACKED):
@@ -269,8 +288,7 @@ class _Tracer(fx.Tracer):
         self.watch.function(kind.forward)
         return module.forward(*args, **kwargs)
 
-    @staticmethod
-    def _is_leaf(kind: type) -> bool:
+    def _is_leaf(self, kind: type) -> bool:
         if kind.__module__.startswith(("torch._dynamo", "torch.jit")):
             self.watch.refuse(f"a part of it is a {kind.__name__}")
         inside = kind.__module__.startswith(("torch.nn", "torch.ao.nn"))
@@ -341,15 +359,17 @@ class _Tracer(fx.Tracer):
         self.watch.refuse(f"forward goes through {obj.node.name} one by one")
 
 
-def _registered(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    return vars(module)["_parameters"], vars(module)["_buffers"], vars(module)["_modules"]
+def _spaces(module: nn.Module) -> list[dict[str, Any]]:
+    """The dictionaries in which a module keeps its attributes."""
+    space = vars(module)
+    return [space, space["_parameters"], space["_buffers"], space["_modules"]]
 
 
-class _Eager(TorchDispatchMode):
+class _Eager(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees the operators that run while tracing, whose results are constants of the graph."""
 
     def __init__(self, watch: Watch, held: set[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.watch, self.held, self.fresh, self.kept = watch, held, set[int](), list[Tensor]()
 
     @classmethod
@@ -363,7 +383,9 @@ class _Eager(TorchDispatchMode):
             self.watch.refuse(f"forward draws random numbers ({name})")
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(id(tensor) in self.held for tensor in inputs):
-            self.watch.refuse(f"forward computes with the network's own tensors in a way that cannot be followed ({name})")
+            self.watch.refuse(
+                f"forward computes with the network's own tensors in a way that cannot be followed ({name})"
+            )
         if func._schema.is_mutable and not all(_storage(tensor) in self.fresh for tensor in inputs):
             self.watch.refuse(f"forward changes a tensor that it did not create ({name})")
         result = func(*args, **(kwargs or {}))

@@ -27,7 +27,13 @@ MISSING = object()
 _MOST = 2000  # a larger object is not compared at each call
 _ATOMS = (int, float, complex, str, bytes, type(None), type(...), enum.Enum, range, slice)
 _TORCH_ATOMS = (torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size)
-_IDENTITIES = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_IDENTITIES = (
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+)
 _CONTAINERS = (list, tuple, collections.deque)
 # What these modules do has an effect or gives another answer each time.
 _EFFECTS = {"random", "_random", "secrets", "time", "datetime", "_datetime", "uuid", "_uuid", "os", "posix", "nt", "io"}
@@ -57,7 +63,7 @@ def _frozen(value: Any, steps: Iterator[int], seen: dict[int, int]) -> Any:
         raise PackError("which is too large to be compared at each call")
     if isinstance(value, float):
         return float, value.hex()
-    if isinstance(value, (*_ATOMS, *_TORCH_ATOMS)) or type(value).__module__ == "numpy" and hasattr(value, "item"):
+    if isinstance(value, (*_ATOMS, *_TORCH_ATOMS)) or (type(value).__module__ == "numpy" and hasattr(value, "item")):
         return type(value), repr(value) if isinstance(value, slice) else value
     if isinstance(value, Tensor):
         return _Same(value, 0 if value.is_inference() else value._version)
@@ -98,7 +104,7 @@ def _held(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # empty
+        except ValueError:  # noqa: PERF203 (an empty cell has no other sign)
             yield MISSING
 
 
@@ -230,6 +236,8 @@ class Watch:
                 self.refuse(f"forward assigns to the global {step.argval}")
             if step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in code.co_freevars:
                 self.refuse(f"forward assigns to the variable {step.argval} of an enclosing function")
+            if step.opname == "MATCH_CLASS" or (step.opname == "LOAD_ATTR" and step.argval == "__class__"):
+                self.refuse("forward asks for the type of an object")
             if step.opname == "IS_OP" and not (before is not None and before.opname == "LOAD_CONST"):
                 self.refuse("forward asks whether two objects are the same one")
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -273,8 +281,8 @@ class Followed:
             elif space is not None and _simple(space[name]):
                 self.objects.append((space, name, space[name]))
             else:
-                read = functools.partial(getattr, module, name, MISSING)
-                self.values.append((_told(path, name), read, frozen(read())))
+                now = functools.partial(getattr, module, name, MISSING)
+                self.values.append((_told(path, name), now, frozen(now())))
         for key, (name, owner, read) in watch.outside.items():
             if isinstance(owner, dict) and _simple(read()):
                 self.objects.append((owner, name, read()))
