@@ -87,7 +87,7 @@ class _PackedLayer(nn.Module):
             self.register_buffer(name, None, persistent=False)
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
         self._weight: dict[str, Any] = {"shape": tuple(weight.shape)}
-        self._unpacked: dict[str, tuple[Tensor, int]] = {}
+        self._unpacked: dict[str, tuple[Tensor, int | None]] = {}
         self._folded: tuple[Tensor, Tensor] | None = None
 
     def _prepare(self) -> None:
@@ -110,6 +110,13 @@ class _PackedLayer(nn.Module):
         for norm in self.norm:
             gain, shift = _folded(norm, gain, shift)
         self.fused_gain, self.fused_shift = self._vector(gain), self._vector(shift)
+        if self.floats:
+            self._float_tensors(True, bits.dtype)
+
+    def use_floats(self) -> None:
+        """Has the layer compute with floats from now on."""
+        self.floats = True
+        self.refresh()
 
     def _vector(self, value: Tensor | None) -> Tensor | None:
         return None if value is None else value.float().expand(self.weight_bits.shape[0]).contiguous()
@@ -128,7 +135,7 @@ class _PackedLayer(nn.Module):
         if self.traced:
             raise PackError("it uses the weight or bias of a packed layer apart from the layer")
         kept = self._unpacked.get(name)
-        if kept is None or _version(kept[0]) != kept[1]:  # it is not for others to change
+        if kept is None or _version(kept[0]) not in (None, kept[1]):  # it is not for others to change
             tensor = bits.unpack()
             kept = self._unpacked[name] = (tensor, _version(tensor))
         return kept[0]
@@ -351,8 +358,9 @@ def _refuse_gradient(x: Tensor) -> None:
         raise PackError("packed layers give no gradient: run them under torch.no_grad(), or train the unpacked model")
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else int(tensor._version)
+def _version(tensor: Tensor) -> int | None:
+    """How often a tensor was changed; None where nothing counts that."""
+    return None if torch.compiler.is_compiling() or tensor.is_inference() else int(tensor._version)
 
 
 def _tensors(layer: nn.Conv2d | nn.Linear) -> tuple[PackedTensor, PackedTensor | Tensor | None]:

@@ -358,7 +358,8 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
                 layers[path] = PackedLinear.of(module, weight, bias, int8=int8)
             elif isinstance(module, nn.Conv2d):
                 layers[path] = PackedConv2d.of(module, weight, bias)
-            layers[path].floats = not bits_pay(module) or _read_by_torch(plain, path)
+            if not bits_pay(module) or _read_by_torch(plain, path):
+                layers[path].use_floats()
     kept = [module for path, module in plain.named_modules() if path not in layers]
     used = {names.get(id(parameter)) for module in kept for parameter in module.parameters(recurse=False)}
     for name, entry in entries.items():
