@@ -1239,3 +1239,32 @@ def test_what_is_quantized_but_cannot_run_packed_is_named():
         PackError, match=r"^weight is not quantized \(contains -?[\d.e-]+\): call `opt\.finalize\(\)`, or"
     ):
         mq.pack(nn.Linear(8, 4))
+
+
+# The same questions, where the graph is written to a file.
+
+
+@pytest.mark.parametrize("way", ["noise", "counter", "buffer in place", "cache"])
+def test_state_and_randomness_are_not_exported(way, tmp_path):
+    pytest.importorskip("onnx")
+    with pytest.raises(PackError, match=f"Stateful cannot be traced .*: forward .*{WAYS[way]}"):
+        mq.export(on_levels(Stateful(way)), tmp_path / "net.onnx", (8,))
+    assert not (tmp_path / "net.onnx").exists()
+
+
+class ChangesPart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x):
+        y = self.conv(x)
+        z = y.detach()
+        y *= 2
+        return z.flatten(1)
+
+
+def test_a_change_of_shared_memory_is_exported_or_refused(tmp_path):
+    pytest.importorskip("onnx")
+    with pytest.raises(PackError, match="cannot be exported"):
+        mq.export(on_levels(ChangesPart()), tmp_path / "net.onnx", (3, 6, 6))
