@@ -348,6 +348,11 @@ def test_compilers_see_one_graph():
         assert program.module()(images("digitsnet", 9)).shape == (9, 10)
     kinds = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert {"mirrorquant.conv2d.default", "aten.linear.default"} <= kinds
+    plain = on_levels(Adjustable())
+    changed, x = mq.pack(plain), torch.randn(2, 3, 6, 6)
+    changed.network.scale = plain.scale = 5.0  # before it is compiled
+    with pytest.warns(UserWarning, match="scale has changed"):
+        agree(torch.compile(changed, backend="eager", fullgraph=True)(x), plain, x)
     wide, x = mq.pack(on_levels(nn.Sequential(nn.Linear(256, 256), nn.ReLU()))), torch.randn(3, 256)
     assert torch.equal(torch.compile(wide, backend="eager", fullgraph=True)(x), wide(x))
     with torch.no_grad():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from mirrorquant.packing.fuse import Memory, fuse, keeps_layout, refuse_changed_state
@@ -76,8 +75,6 @@ class Fusion:
 
     def state(self) -> str:
         """Whether the graph stands for the network as it is now: same; moved, with other tensors; or changed."""
-        if torch.compiler.is_compiling():
-            return "same"  # which a compiler cannot compare: compile after changing the network, not before
         changed = self._changed()
         if changed is None:
             moved = any(space[name] is not tensor for space, name, tensor in self._tensors)
@@ -102,6 +99,10 @@ class Fusion:
                 if space.get(name) is not tensor and (tensor is None or not isinstance(space.get(name), Tensor)):
                     return name
         return changed
+
+
+# A compiler asks once, when it compiles. The decorator for it would import the compiler, which takes seconds.
+Fusion.state._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _place(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:

@@ -392,9 +392,9 @@ def _is_channels_last(x: Tensor) -> bool:
     """Whether torch takes a batch of images for channels_last, which for some sizes and slices strides alone decide."""
     least, (sizes, strides) = 0, (x.shape, x.stride())
     for d in (1, 3, 2, 0):
-        if sizes[d] == 0 or strides[d] < max(least, d == 1) or (d == 0 and least == strides[1]):
+        if sizes[d] == 0 or strides[d] < (1 if d == 1 else least) or (d == 0 and least == strides[1]):
             return False
-        least = strides[d] * max(sizes[d], 1)
+        least = strides[d] * sizes[d]
     return True
 
 
