@@ -417,6 +417,8 @@ def main(count, first=0):
             fused += result
             ordinary = not Program(seed).state
             plain, plain_fused = plain + ordinary, plain_fused + (ordinary and result)
+            if done % 500 == 0:
+                print(f"{done} networks, {fused} fused, {len(wrong)} differ", flush=True)
         seed += 1
     print(
         f"{done} networks (seeds {first} to {seed - 1}): {fused} ran fused, of {plain} without state {plain_fused}; "

@@ -84,7 +84,7 @@ class Fusion:
             warnings.warn(
                 f"{changed} has changed since {type(self.network).__name__} was packed: from now on it runs without "
                 "batch norms and additions folded into its layers. Pack it again to fold them",
-                stacklevel=5,
+                stacklevel=6,
             )
         return "changed"
 
