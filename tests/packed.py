@@ -1,5 +1,6 @@
-"""What the tests of packed models share: networks on their levels, and ways to damage a file."""
+"""What the tests of packed models share: networks on their levels, bounds on rounding, and ways to damage a file."""
 
+import copy
 import hashlib
 import json
 import random
@@ -7,9 +8,11 @@ import struct
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 import mirrorquant as mq
-from mirrorquant.packing import file
+from mirrorquant.packing import PackedConv2d, PackedLinear, file
 
 SHAPES = {"digitsnet": (1, 8, 8), "mobilenetv2": (3, 32, 32), "resnet18": (3, 32, 32), "vgg16": (3, 32, 32)}
 
@@ -45,6 +48,61 @@ def same_state(a, b):
     one, two = a.state_dict(), b.state_dict()
     equal = all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(one.values(), two.values(), strict=True))
     return type(a) is type(b) and list(one) == list(two) and equal
+
+
+def held_as_bits(packed):
+    """The names of the layers whose weights a packed model holds as bits, whatever they compute with."""
+    return [name for name, m in packed.network.named_modules() if isinstance(m, (PackedConv2d, PackedLinear))]
+
+
+# Rounding.
+
+
+class Jitter(TorchDispatchMode):
+    """Computes as if each operator rounded its result to 19 bits, which float32 does better than in any order."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        views = any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+        for tensor in tree_leaves(result) if args and not views else ():
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel():
+                noise = torch.randint(0, 2, tensor.shape, generator=self.generator).to(tensor.dtype) * 2 - 1
+                tensor.add_(noise, alpha=2.0**-19 * float(tensor.abs().max().nan_to_num(0, 0, 0)))
+        return result
+
+
+def allowed(exact, rough):
+    """How far a result in float32 may be from the exact one, by what rounding does to it in float64."""
+    exact, rough = exact.double(), rough.double()
+    return 16 * float(torch.maximum((rough - exact).abs().max(), 2.0**-19 * exact.abs().max())) if exact.numel() else 0
+
+
+@torch.no_grad()
+def agree(got, model, *inputs, **options):
+    """Asserts that these are the model's outputs, as exactly as float32 can tell."""
+    model = copy.deepcopy(model).double()
+
+    def run():
+        wide = tree_map(lambda x: x.detach().double() if torch.is_tensor(x) and x.is_floating_point() else x, inputs)
+        more = tree_map(lambda x: x.detach().double() if torch.is_tensor(x) and x.is_floating_point() else x, options)
+        return tree_leaves(model(*copy.deepcopy(wide), **more))
+
+    exact = run()
+    with Jitter():
+        rough = run()
+    for one, reference, jittered in zip(tree_leaves(got), exact, rough, strict=True):
+        assert one.shape == reference.shape
+        if reference.is_floating_point():
+            off = float((one.double() - reference).abs().max())
+            assert off <= allowed(reference, jittered), f"off by {off}, allowed {allowed(reference, jittered)}"
 
 
 # Damage.

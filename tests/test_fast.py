@@ -106,9 +106,6 @@ def test_both_engines_count_steps_alike(method, tmp_path):
     assert fast.engine == "graph"
     assert fast.opt.steps == plain.opt.steps == 40
     assert fast.opt.beta == plain.opt.beta
-    for key, value in plain.model.state_dict().items():
-        if key.endswith("num_batches_tracked"):
-            assert fast.model.state_dict()[key] == value
 
 
 @pytest.mark.parametrize(

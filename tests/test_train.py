@@ -19,8 +19,8 @@ import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
-import fuzz_runs
 import fuzz_kills
+import fuzz_runs
 import pytest
 import torch
 from torch import nn

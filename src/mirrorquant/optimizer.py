@@ -49,8 +49,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mirrorquant import _owners, methods
 from mirrorquant import anneal as _anneal
-from mirrorquant import methods
 from mirrorquant.anneal import Schedule
 from mirrorquant.health import HealthWarning, advice, health
 from mirrorquant.levels import Levels
@@ -141,6 +141,7 @@ class MirrorDescent(Optimizer):
         self._constructed = True
         found = advice(self, self.state)
         self._write(rounded=False)
+        _owners.begin(self)
         if found:
             warnings.warn(found, HealthWarning, stacklevel=2)
 

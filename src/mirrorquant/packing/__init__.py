@@ -8,8 +8,8 @@ keep it at one bit a weight; ``export`` writes it for ONNX Runtime and OpenVINO.
 >>> for parameter in model.parameters():
 ...     _ = parameter.data.sign_()
 >>> packed = mq.pack(model)
->>> packed.layers()
-['conv1', 'conv2', 'conv3', 'fc']
+>>> packed.layers()                                     # fc is so small that bits would slow it down
+['conv1', 'conv2', 'conv3']
 >>> path = tempfile.mkdtemp() + "/digits.safetensors"
 >>> mq.save(packed, path)
 >>> x = torch.randn(4, 1, 8, 8)

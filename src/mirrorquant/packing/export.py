@@ -18,8 +18,10 @@ from torch import Tensor, fx, nn
 from mirrorquant.nn import BinaryActivation
 from mirrorquant.packing.bits import PackedTensor, PackError
 from mirrorquant.packing.file import about_of, about_text
+from mirrorquant.packing.fuse import Memory, refuse_changed_state
 from mirrorquant.packing.layers import pads
-from mirrorquant.packing.model import Entry, PackedModel, entries_of, in_place, origins, skeleton, state, trace
+from mirrorquant.packing.model import Entry, PackedModel, entries_of, skeleton, state
+from mirrorquant.packing.trace import trace
 from mirrorquant.select import unwrapped
 
 __all__ = ["Window", "Writer", "export"]
@@ -175,7 +177,10 @@ class _Reader:
         self.names = {id(tensor): name for name, tensor in state(plain)}
         self.plain = nn.Sequential(plain).eval() if type(plain) in _MODULES else plain  # a layer is a node of a model
         try:
-            self.graph = trace(self.plain)
+            traced = trace(self.plain)
+            vars(self.plain).update(traced.constants)
+            self.graph, self.memory = traced.graph, Memory(self.plain, traced.graph)
+            refuse_changed_state(self.memory)
             inputs = [node.name for node in self.graph.nodes if node.op == "placeholder"]
             if len(inputs) > 1:
                 raise PackError(f"it takes {', '.join(inputs)}, but only one input can be exported")
@@ -192,7 +197,6 @@ class _Reader:
             node: [-1 if a != b else a for a, b in zip(shape, runs[1].shapes[node], strict=True)]
             for node, shape in self.shapes.items()
         }
-        self.origins = origins(self.plain, self.graph, copied=True)
         self.values: dict[fx.Node, Any] = {}
 
     def write(self) -> None:
@@ -204,13 +208,17 @@ class _Reader:
                 self.writer.output(self.values[result])
             elif node in self.shapes or node.op == "call_module":  # all else are sizes, which the shapes know already
                 self.values[node] = self._value(node)
-                if in_place(self.plain, node):
+                if node in self.memory.changing:
                     self._change(node)
 
     def _change(self, node: fx.Node) -> None:
         """Whoever reads what the node changed, or a view of it, from here on reads what became of it."""
         for other in [*self.values]:
-            if self.origins[other] is self.origins[node] and any(user not in self.values for user in other.users):
+            if not self.memory.may_share(node, other) or all(user in self.values for user in other.users):
+                continue
+            if self.memory.whole[other] is not self.memory.whole[node]:
+                raise self._unknown(node, f": it changes {other.name} in place, of which it may show a part")
+            else:
                 value, shape = self.values[node], self.dynamic[other]
                 self.values[other] = value if shape == self.dynamic[node] else self.writer.reshape(value, shape)
 
