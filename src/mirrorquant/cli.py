@@ -551,7 +551,8 @@ def _network(path: Path, builder: str | None = None) -> _Network:
     if config.method == "ref":
         raise PackError(
             f"{path} is a float network, and only quantized ones can be packed or exported; in Python its weights are "
-            f"mirrorquant.train.checkpoint.load(Path({str(best.path)!r}))['model'], a state_dict for PyTorch's own tools"
+            f"mirrorquant.train.checkpoint.load(Path({str(best.path)!r}))['model'], a state_dict for PyTorch's own "
+            "tools"
         )
     images = best.images or _images(config)
     model, opt = _model(config, images["classes"], images["shape"][0])
