@@ -1004,3 +1004,13 @@ def test_problems_of_data_model_and_device_are_told_without_a_traceback(tmp_path
         told = capsys.readouterr().err
         assert code == 1, told
         assert told.startswith("mirrorquant: ")
+
+
+@pytest.mark.parametrize(("key", "value"), [("recipe", ["a"]), ("test_accuracy", 10**400), ("config", 5)])
+def test_a_summary_of_wrong_content_is_refused_in_one_line(finished, tmp_path, capsys, key, value):
+    summary = json.loads((finished / "summary.json").read_text())
+    (tmp_path / "wrong.json").write_text(json.dumps({**summary, key: value}))
+    assert main(["table", "--results", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"mirrorquant: {tmp_path / 'wrong.json'}: ")
+    assert told.count("\n") == 1

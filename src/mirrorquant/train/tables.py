@@ -223,6 +223,8 @@ def _read(file: Path) -> _Run | None:
         return None
     try:
         config, versions = summary["config"], summary["versions"]
+        if not isinstance(summary["recipe"], str | None):
+            raise ValueError(f"recipe is {summary['recipe']!r:.60}")
         return _Run(
             file=file,
             recipe=summary["recipe"] or ", ".join(str(config[key]) for key in ("data", "model", "method")),
