@@ -859,6 +859,25 @@ def test_state_and_randomness_are_those_of_the_plain_model(way, monkeypatch):
     assert len(packed.network.cache) == len(plain.cache)
 
 
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.table = nn.Linear(8, 8), np.array([1.0, 2.0])
+
+    def forward(self, x):
+        return self.fc(x) * float(self.table[0])
+
+
+@torch.no_grad()
+def test_what_cannot_be_compared_is_not_taken_for_constant():
+    model, x = on_levels(Table()), torch.randn(3, 8)
+    with pytest.warns(UserWarning, match=r"reads self\.table \(ndarray\), whose state cannot be compared"):
+        packed = mq.pack(model)
+    for table in (model.table, packed.network.table):
+        table[0] = 3.0
+    assert torch.equal(packed(x), model(x))
+
+
 class Cached(nn.Module):
     """Attention to all tokens so far."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from mirrorquant.packing.fuse import Memory, fuse, keeps_layout, refuse_changed_state
@@ -76,6 +77,8 @@ class Fusion:
     def state(self) -> str:
         """Whether the graph stands for the network as it is now: same; moved, with other tensors; or changed."""
         changed = self._changed()
+        if changed is None and torch.compiler.is_compiling():
+            return "same"  # tensors have stand-ins then
         if changed is None:
             moved = any(space[name] is not tensor for space, name, tensor in self._tensors)
             return "moved" if moved or any(tensor._version != n for tensor, n in self._versions) else "same"

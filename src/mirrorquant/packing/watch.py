@@ -63,7 +63,7 @@ def _frozen(value: Any, steps: Iterator[int], seen: dict[int, int]) -> Any:
         raise PackError("which is too large to be compared at each call")
     if isinstance(value, float):
         return float, value.hex()
-    if isinstance(value, (*_ATOMS, *_TORCH_ATOMS)) or (type(value).__module__ == "numpy" and hasattr(value, "item")):
+    if isinstance(value, (*_ATOMS, *_TORCH_ATOMS)) or _is_numpy_scalar(value):
         return type(value), repr(value) if isinstance(value, slice) else value
     if isinstance(value, Tensor):
         return _Same(value, 0 if value.is_inference() else value._version)
@@ -96,6 +96,10 @@ def _frozen(value: Any, steps: Iterator[int], seen: dict[int, int]) -> Any:
         raise PackError("whose state cannot be compared")
     slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
     return _Same(value), each((getattr(value, "__dict__", None), [getattr(value, name, None) for name in slots]))
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and any(kind.__name__ == "generic" for kind in type(value).__mro__)
 
 
 def _held(function: types.FunctionType) -> Iterator[Any]:
