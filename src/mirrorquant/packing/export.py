@@ -47,7 +47,7 @@ def export(
     computes on bits; such a model takes one image at a time, unless it is reshaped. At export the CPU plugin runs each
     of these layers once, and one that it gets wrong becomes a plain convolution.
 
-    On processors that have bfloat16 instructions OpenVINO uses them by default, which moves results by about 0.4 %.
+    On processors that have bfloat16 instructions OpenVINO uses them by default, which is less exact.
     Compile the model with ``{"INFERENCE_PRECISION_HINT": "f32"}`` for the results of this library.
 
     Files appear whole: when an export fails, the files of an earlier one are still there.
