@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mirrorquant.levels import BINARY
@@ -257,7 +256,7 @@ def _window_sums(layer: native.Layer, activation: str, x: Tensor, axis: int) -> 
         return x.sum(-1, keepdim=True)
     ones = x.new_ones(layer.groups, layer.c // layer.groups, layer.kh, layer.kw)
     window = ((layer.sy, layer.sx), (layer.py, layer.px), (layer.dy, layer.dx))
-    sums = F.conv2d(x, ones, None, *window, layer.groups)
+    sums = fallback.convolution(x, ones, *window, layer.groups)
     return sums.repeat_interleave(layer.o // layer.groups, 1)
 
 
