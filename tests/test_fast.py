@@ -279,6 +279,7 @@ assert (found - expected).norm() <= 1e-3 * expected.norm()
 """
 
 
+@pytest.mark.slow
 def test_code_that_was_compiled_for_wider_vectors_is_not_taken_from_the_cache(tmp_path):
     """torch's own cache mixes them up: NaN, or code that does not compile."""
     narrower = {"AVX512": "avx2", "AVX2": "default"}.get(torch.backends.cpu.get_cpu_capability())
