@@ -108,7 +108,9 @@ class PackedModel(nn.Module):
     ``network`` is the model with packed layers in the places of its own; ``plain`` is the model itself without numbers
     (on the meta device), ``fused`` says whether the layers took over what surrounds them. Where they did, calls with
     the arguments that have no default, all of them tensors, run on the traced graph. All other calls, and all calls
-    after something that ``forward`` reads was changed, run the network's own ``forward``.
+    after something that ``forward`` reads was changed, run the network's own ``forward``. Two kinds of change
+    go unseen: those through ``tensor.data``, which torch does not count, and those after ``torch.compile`` has compiled
+    the model.
     """
 
     plain: nn.Module

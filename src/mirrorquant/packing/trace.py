@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import math
 import operator
 import sys
 import threading
@@ -100,7 +101,7 @@ class _Proxy(fx.Proxy):
         caller = str(sys._getframe(1).f_globals.get("__name__", ""))
         if caller.startswith(("torch.", "mirrorquant.packing")):
             return type(self)
-        if not self._watch.isinstance_called and (caller == "torch" or not is_library(caller)):
+        if self._watch.called is not isinstance and (caller == "torch" or not is_library(caller)):
             return type(self)  # for a function in C, which must not take it for a tensor
         if self.node.op != "placeholder":
             self._refuse(f"forward asks for the type of {self.node.name}")
@@ -123,13 +124,16 @@ class _Proxy(fx.Proxy):
         self._refuse(f"forward asks for the length of {self.node.name}")
 
     def __float__(self) -> float:
-        self._refuse(f"forward makes a Python number of {self.node.name}")
+        hint = " by math.sqrt (which ** 0.5 would not do)" if self._watch.called is math.sqrt else ""
+        self._refuse(f"forward makes a Python number of {self.node.name}{hint}")
 
     def __str__(self) -> str:
         self._refuse(f"forward makes text of {self.node.name}")
 
+    def __format__(self, spec: str) -> str:
+        return self._watch.text(self.node.name)
+
     __int__ = __index__ = __complex__ = __float__
-    __format__ = __str__  # type: ignore[assignment]
 
     def __setitem__(self, place: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, place, value), {})
@@ -213,9 +217,8 @@ class _Tracer(fx.Tracer):
         """Traces the network."""
         modules = list(self.root.modules())
         before = [[dict(space) for space in _spaces(module)] for module in modules]
-        forward = type(self.root).forward
-        inputs = self._inputs(forward)
-        self.watch.function(forward)
+        inputs = self._inputs(type(self.root).forward)
+        self.watch.method(type(self.root), "forward")
         with torch.no_grad(), _Eager(self.watch, self.held), self._watched(modules), self._profiled():
             result = self.root.forward(*inputs)
         if self.watch.refusal is not None:  # which forward caught
@@ -285,7 +288,7 @@ class _Tracer(fx.Tracer):
         path, kind = self.paths[id(module)], self.kinds[id(module)]
         if self._is_leaf(kind):
             return self.create_proxy("call_module", path, args, kwargs)
-        self.watch.function(kind.forward)
+        self.watch.method(kind, "forward")
         return module.forward(*args, **kwargs)
 
     def _is_leaf(self, kind: type) -> bool:
@@ -312,7 +315,7 @@ class _Tracer(fx.Tracer):
         self._refuse_stranger(module, name, value)
         space = next((s for s in (module.__dict__, module.__dict__["_modules"]) if name in s), None)
         if space is None and inspect.isroutine(value):
-            self.watch.function(value)
+            self.watch.method(kind, name)
         elif space is None:
             self.watch.attribute(path, name, lambda: getattr(kind, name, MISSING))
         else:

@@ -10,10 +10,11 @@ import collections
 import dis
 import enum
 import functools
+import importlib
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -38,6 +39,7 @@ _CONTAINERS = (list, tuple, collections.deque)
 # What these modules do has an effect or gives another answer each time.
 _EFFECTS = {"random", "_random", "secrets", "time", "datetime", "_datetime", "uuid", "_uuid", "os", "posix", "nt", "io"}
 _EFFECTS |= {"_io", "logging", "socket", "_socket", "subprocess"}
+_IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 _EFFECT_BUILTINS = ("print", "open", "input", "exec", "eval", "globals", "locals", "vars", "id")
 
 
@@ -143,9 +145,12 @@ class Watch:
         self.attributes: dict[tuple[str, str], Callable[[], Any]] = {}
         self.outside: dict[tuple[int, str], tuple[str, Any, Callable[[], Any]]] = {}
         self.values: dict[Any, Any] = {}
-        self.isinstance_called = False
+        self.called: Any = None  # the function in C that is at work
+        self.autocast = False
         self.refusal: PackError | None = None
         self._studied: set[types.CodeType] = set()
+        self._imports = 0
+        self._text: str | None = None
 
     def refuse(self, reason: str) -> NoReturn:
         """Ends tracing, even if forward catches the error."""
@@ -166,11 +171,16 @@ class Watch:
             self.outside[key] = (name, owner, read)
             self.values[key] = self._frozen(name, read())
 
-    def function(self, value: Any) -> None:
-        """A function of a class is about to run: its defaults and its closure are read."""
-        value = getattr(value, "__func__", value)
-        if isinstance(value, types.FunctionType) and not _simple(value):
-            self._outside(value, value.__qualname__, lambda: value)
+    def method(self, kind: type, name: str) -> None:
+        """A method of a class is about to run: its code, its defaults and its closure are read."""
+        home = next((base for base in kind.__mro__ if name in vars(base)), kind)
+        if not is_library(home.__module__):
+            self._outside(home, name, lambda: getattr(home, name, MISSING))
+
+    def text(self, name: str) -> str:
+        """A value becomes part of a text, which must be a message of ``torch._assert``: what comes next tells."""
+        self._text = name
+        return name
 
     def _frozen(self, told: str, value: Any) -> Any:
         try:
@@ -199,15 +209,23 @@ class Watch:
     def __call__(self, frame: types.FrameType, event: str, argument: Any) -> None:
         """A profiler's hook, which sees each call that Python makes in this thread."""
         name = str(frame.f_globals.get("__name__", ""))
-        if name.startswith("mirrorquant.packing"):
+        if frame.f_code is _IMPORT and event in ("call", "return"):
+            self._imports += 1 if event == "call" else -1
+        if self._imports or name.startswith("mirrorquant.packing"):
             return
+        if self._text is not None:
+            self._follow_text(frame, event, name)
         if event == "c_call":
-            self.isinstance_called = argument is isinstance
+            self.called = argument
             if not is_library(name):
                 self._refuse_effects(argument)
+            if "autocast" in getattr(argument, "__name__", ""):
+                self._note_autocast(False)
         elif event == "c_return":
-            self.isinstance_called = False
+            self.called = None
         elif event == "call":
+            if frame.f_code is torch.autocast.__enter__.__code__:
+                self._note_autocast(frame.f_locals["self"]._enabled)
             if name.split(".")[0] in _EFFECTS or name in ("torch.random", "torch.cuda.random"):
                 caller = frame.f_back
                 if caller is not None and not is_library(caller.f_globals.get("__name__", "")):
@@ -215,6 +233,21 @@ class Watch:
             if not is_library(name) and frame.f_code not in self._studied:
                 self._studied.add(frame.f_code)
                 self._study(frame)
+
+    def _follow_text(self, frame: types.FrameType, event: str, name: str) -> None:
+        """Refuses a text if the next thing that forward does, but for proxies' own work, is not ``torch._assert``."""
+        by = frame.f_back if event == "call" else frame
+        if name.startswith("torch.fx.") or by is None or is_library(by.f_globals.get("__name__", "")):
+            return
+        text, self._text = self._text, None
+        if event != "call" or frame.f_code is not torch._assert.__code__:
+            self.refuse(f"forward makes text of {text}")
+
+    def _note_autocast(self, enabled: bool) -> None:
+        """Where forward asks for autocast or switches it off, its graph stands for calls without it."""
+        if enabled or torch._C._is_any_autocast_enabled():
+            self.refuse("forward runs with autocast")
+        self.autocast = True
 
     def _refuse_effects(self, function: Any) -> None:
         owner = getattr(function, "__self__", None)
@@ -274,7 +307,7 @@ class Followed:
     """What has to be as it was when the network was traced, for comparison before each call."""
 
     def __init__(self, watch: Watch, network: nn.Module) -> None:
-        self.objects: list[tuple[dict[str, Any], str, Any]] = []
+        self.objects: list[tuple[Mapping[str, Any], str, Any]] = []
         self.children: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
         self.values: list[tuple[str, Callable[[], Any], Any]] = []
         for path, name in watch.attributes:
@@ -288,8 +321,9 @@ class Followed:
                 now = functools.partial(getattr, module, name, MISSING)
                 self.values.append((_told(path, name), now, frozen(now())))
         for key, (name, owner, read) in watch.outside.items():
-            if isinstance(owner, dict) and _simple(read()):
-                self.objects.append((owner, name, read()))
+            space = owner if isinstance(owner, dict) else vars(owner)
+            if name in space and _simple(space[name]):
+                self.objects.append((space, name, space[name]))
             else:
                 self.values.append((name, read, watch.values[key]))
 
