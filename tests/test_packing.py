@@ -492,9 +492,8 @@ class Untraceable(nn.Module):
 
 def test_what_cannot_be_traced_runs_packed_and_says_so():
     model = on_levels(Untraceable())
-    with pytest.warns(
-        UserWarning, match="Untraceable runs packed, but .*not folded.*: forward decides by the value of gt"
-    ):
+    wanted = r"Untraceable runs packed, but .*not folded.*: forward branches on the value of gt \(test_packing.py:\d+\)"
+    with pytest.warns(UserWarning, match=wanted):
         packed = mq.pack(model)
     assert not packed.fused
     assert held_as_bits(packed) == ["fc"]
@@ -1236,6 +1235,15 @@ class Normed(nn.Module):
         return self.norm(self.bn(self.conv(x)).mean((2, 3)))
 
 
+class Wrapped(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net[:2](x)
+
+
 def _asserted(net, x):
     torch._assert(x.shape[1] == 16, f"{x.shape[1]} channels of {x.shape[2]}x{x.shape[3]} in {x.ndim} dimensions")
     return x
@@ -1255,9 +1263,18 @@ def test_a_module_called_norm_is_not_taken_for_what_a_layer_took_over():
     agree(packed(x), model, x)
 
 
-@pytest.mark.parametrize("then", [_asserted, _imports, lambda net, x: x if torch.onnx.is_in_onnx_export() else -x])
+FOLLOWS = {
+    "assertion": _asserted,
+    "import": _imports,
+    "import in torch": lambda net, x: x if torch.onnx.is_in_onnx_export() else -x,
+    "float64 of numpy": lambda net, x: x / np.sqrt(64),
+    "float32 of numpy": lambda net, x: x * np.float32(0.1),
+}
+
+
+@pytest.mark.parametrize("then", FOLLOWS.values(), ids=FOLLOWS)
 @torch.no_grad()
-def test_assertions_and_imports_are_followed(then):
+def test_assertions_imports_and_numbers_of_numpy_are_followed(then):
     model, x = on_levels(Ordinary(then)), torch.randn(2, 3, 6, 6)
     packed = mq.pack(model)
     assert packed.fused
@@ -1293,6 +1310,12 @@ def test_other_text_is_not_followed(way):
         packed = mq.pack(model)
     found, expected = packed(x), model(x)
     assert found[1] == expected[1] if way == "returned" else torch.allclose(found, expected, atol=1e-4)
+
+
+def test_a_module_that_forward_makes_is_named():
+    model = on_levels(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()))
+    with pytest.warns(UserWarning, match=r"forward makes a module \(Sequential\) \(test_packing\.py:\d+\)"):
+        mq.pack(Wrapped(model))
 
 
 def test_the_square_root_of_a_size_has_a_form_that_is_followed():

@@ -54,7 +54,7 @@ def pack(
             has not finalized raises an error.
         skip: patterns of the layers that stay in float, as in :func:`mirrorquant.split`.
         fuse: whether packed layers take over batch norm, addition and ReLU that follow them. A model whose ``forward``
-            cannot be traced runs without that, and a warning says why: it decides by values of tensors, keeps state
+            cannot be traced runs without that, and a warning says why: it branches on values of tensors, keeps state
             from call to call, or draws random numbers, for example.
         int8: whether linear layers quantize their inputs to 8 bits, row by row: faster, and no longer exact.
 

@@ -1,7 +1,7 @@
 """Tracing: the graph of a network's forward pass, refused wherever it would not do what the network does.
 
 A throwaway copy of the network is traced, whose modules are of subclasses that write down what is read of them. So
-neither the network nor its classes nor the globals of any module are touched, and several threads may trace at once.
+neither the network nor its classes nor the globals of any module are touched, whatever other threads do with them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from mirrorquant.nn import BinaryActivation
 from mirrorquant.packing.bits import PackError
 from mirrorquant.packing.layers import PackedConv2d, PackedLinear
-from mirrorquant.packing.watch import MISSING, Watch, is_library
+from mirrorquant.packing.watch import MISSING, Watch, is_library, is_numpy_scalar
 
 __all__ = ["Traced", "hooked", "trace"]
 
@@ -279,6 +279,8 @@ class _Tracer(fx.Tracer):
 
     def told(self, module: Any, name: str) -> str:
         """An attribute, as the network's forward would name it."""
+        if id(module) not in self.paths:
+            self.watch.refuse(f"forward makes a module ({type(module).__name__})")
         return ".".join(part for part in ("self", self.paths[id(module)], name) if part)
 
     def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -303,8 +305,9 @@ class _Tracer(fx.Tracer):
             if name == "__dict__" and not is_library(sys._getframe(2).f_globals.get("__name__", "")):
                 self.watch.refuse(f"forward reads {self.told(module, name)}")
             return value
+        told = self.told(module, name)
         if name in ("_parameters", "_buffers"):
-            self.watch.refuse(f"forward goes through {self.told(module, name)}")
+            self.watch.refuse(f"forward goes through {told}")
         kind = self.kinds[id(module)]
         if isinstance(inspect.getattr_static(kind, name, None), property) or isinstance(value, fx.Proxy):
             return value
@@ -353,13 +356,13 @@ class _Tracer(fx.Tracer):
             return self.create_node("get_attr", name, (), {})
         if isinstance(a, nn.Module):
             self.watch.refuse(f"forward passes a module ({type(a).__name__}) to a function")
-        return super().create_arg(a)
+        return super().create_arg(a.item() if is_numpy_scalar(a) else a)  # whose text is no Python in the graph's code
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        self.watch.refuse(f"forward decides by the value of {obj.node.name}")
+        self.watch.refuse(f"forward branches on the value of {obj.node.name}")
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        self.watch.refuse(f"forward goes through {obj.node.name} one by one")
+        self.watch.refuse(f"forward iterates over {obj.node.name}")
 
 
 def _spaces(module: nn.Module) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from mirrorquant.packing.bits import PackError
 
-__all__ = ["MISSING", "Followed", "Watch", "frozen", "is_library"]
+__all__ = ["MISSING", "Followed", "Watch", "frozen", "is_library", "is_numpy_scalar"]
 
 MISSING = object()
 _MOST = 2000  # a larger object is not compared at each call
@@ -65,7 +66,7 @@ def _frozen(value: Any, steps: Iterator[int], seen: dict[int, int]) -> Any:
         raise PackError("which is too large to be compared at each call")
     if isinstance(value, float):
         return float, value.hex()
-    if isinstance(value, (*_ATOMS, *_TORCH_ATOMS)) or _is_numpy_scalar(value):
+    if isinstance(value, (*_ATOMS, *_TORCH_ATOMS)) or is_numpy_scalar(value):
         return type(value), repr(value) if isinstance(value, slice) else value
     if isinstance(value, Tensor):
         return _Same(value, 0 if value.is_inference() else value._version)
@@ -100,7 +101,8 @@ def _frozen(value: Any, steps: Iterator[int], seen: dict[int, int]) -> Any:
     return _Same(value), each((getattr(value, "__dict__", None), [getattr(value, name, None) for name in slots]))
 
 
-def _is_numpy_scalar(value: Any) -> bool:
+def is_numpy_scalar(value: Any) -> bool:
+    """Whether it is one number of numpy's, without numpy being imported for the question."""
     return type(value).__module__ == "numpy" and any(kind.__name__ == "generic" for kind in type(value).__mro__)
 
 
@@ -154,7 +156,7 @@ class Watch:
 
     def refuse(self, reason: str) -> NoReturn:
         """Ends tracing, even if forward catches the error."""
-        self.refusal = self.refusal or PackError(reason)
+        self.refusal = self.refusal or PackError(f"{reason}{_place()}")
         raise self.refusal
 
     # What it read.
@@ -293,6 +295,16 @@ class Watch:
         own = isinstance(value, (types.ModuleType, type)) and not is_library(_module_name(value))
         if own and attribute is not None and _module_name(value).split(".")[0] != "numpy":
             self._outside(value, f"{name}.{attribute}", lambda: getattr(value, attribute, MISSING))
+
+
+def _place() -> str:
+    """The line of forward, or of what it calls, that is at work; nothing where none is."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and is_library(frame.f_globals.get("__name__", "")):
+        if frame.f_code.co_name == "run":  # the tracer's: forward is not, or no longer, at work
+            return ""
+        frame = frame.f_back
+    return "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
 def _module_name(value: Any) -> str:
