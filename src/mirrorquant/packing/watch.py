@@ -177,7 +177,7 @@ class Watch:
         """A method of a class is about to run: its code, its defaults and its closure are read."""
         home = next((base for base in kind.__mro__ if name in vars(base)), kind)
         if not is_library(home.__module__):
-            self._outside(home, name, lambda: getattr(home, name, MISSING))
+            self._outside(home, f"{home.__name__}.{name}", lambda: getattr(home, name, MISSING))
 
     def text(self, name: str) -> str:
         """A value becomes part of a text, which must be a message of ``torch._assert``: what comes next tells."""
@@ -333,9 +333,9 @@ class Followed:
                 now = functools.partial(getattr, module, name, MISSING)
                 self.values.append((_told(path, name), now, frozen(now())))
         for key, (name, owner, read) in watch.outside.items():
-            space = owner if isinstance(owner, dict) else vars(owner)
-            if name in space and _simple(space[name]):
-                self.objects.append((space, name, space[name]))
+            space, leaf = (owner if isinstance(owner, dict) else vars(owner)), name.rpartition(".")[2]
+            if leaf in space and _simple(space[leaf]):
+                self.objects.append((space, leaf, space[leaf]))
             else:
                 self.values.append((name, read, watch.values[key]))
 
