@@ -492,9 +492,8 @@ class Untraceable(nn.Module):
 
 def test_what_cannot_be_traced_runs_packed_and_says_so():
     model = on_levels(Untraceable())
-    with pytest.warns(
-        UserWarning, match="Untraceable runs packed, but .*not folded.*: forward decides by the value of gt"
-    ):
+    wanted = r"Untraceable runs packed, but .*not folded.*: forward branches on the value of gt \(test_packing.py:\d+\)"
+    with pytest.warns(UserWarning, match=wanted):
         packed = mq.pack(model)
     assert not packed.fused
     assert held_as_bits(packed) == ["fc"]
@@ -1213,6 +1212,170 @@ def test_a_weight_that_others_read_is_unpacked_once(unpacked):
     agree(packed(x), model, x)
 
 
+# What ordinary networks do besides.
+
+
+class Ordinary(nn.Module):
+    """A convolution and a batch norm, and something else after them."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.conv, self.bn, self.then = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), then
+
+    def forward(self, x):
+        return self.then(self, F.relu(self.bn(self.conv(x))))
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.norm = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.LayerNorm(16)
+
+    def forward(self, x):
+        return self.norm(self.bn(self.conv(x)).mean((2, 3)))
+
+
+class Wrapped(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net[:2](x)
+
+
+def _asserted(net, x):
+    torch._assert(x.shape[1] == 16, f"{x.shape[1]} channels of {x.shape[2]}x{x.shape[3]} in {x.ndim} dimensions")
+    return x
+
+
+def _imports(net, x):
+    import colorsys
+
+    return x * colorsys.ONE_THIRD
+
+
+@torch.no_grad()
+def test_a_module_called_norm_is_not_taken_for_what_a_layer_took_over():
+    model, x = on_levels(Normed()), torch.randn(2, 3, 6, 6)
+    packed = mq.pack(model)
+    assert packed.fused
+    agree(packed(x), model, x)
+
+
+FOLLOWS = {
+    "assertion": _asserted,
+    "import": _imports,
+    "import in torch": lambda net, x: x if torch.onnx.is_in_onnx_export() else -x,
+    "float64 of numpy": lambda net, x: x / np.sqrt(64),
+    "float32 of numpy": lambda net, x: x * np.float32(0.1),
+}
+
+
+@pytest.mark.parametrize("then", FOLLOWS.values(), ids=FOLLOWS)
+@torch.no_grad()
+def test_assertions_imports_and_numbers_of_numpy_are_followed(then):
+    model, x = on_levels(Ordinary(then)), torch.randn(2, 3, 6, 6)
+    packed = mq.pack(model)
+    assert packed.fused
+    assert not packed._fusion.layout
+    agree(packed(x), model, x)
+
+
+@torch.no_grad()
+def test_an_assertion_still_fails_when_packed():
+    def narrow(net, x):
+        torch._assert(x.shape[3] == 4, f"the width is {x.shape[3]}")
+        return x
+
+    packed = mq.pack(on_levels(Ordinary(narrow)))
+    assert packed.fused
+    packed(torch.randn(1, 3, 6, 6))
+    with pytest.raises(AssertionError, match="the width is"):
+        packed(torch.randn(1, 3, 6, 7))
+
+
+TEXTS = {
+    "compared": lambda net, x: x if f"{x.dtype}" == "torch.float32" else -x,
+    "searched": lambda net, x: x if "32" in f"{x.dtype}" else -x,
+    "returned": lambda net, x: (x, f"{x.shape}"),
+}
+
+
+@pytest.mark.parametrize("way", TEXTS)
+@torch.no_grad()
+def test_other_text_is_not_followed(way):
+    model, x = on_levels(Ordinary(TEXTS[way])), torch.randn(2, 3, 6, 6)
+    with pytest.warns(UserWarning, match="forward makes text of getattr_1"):
+        packed = mq.pack(model)
+    found, expected = packed(x), model(x)
+    assert found[1] == expected[1] if way == "returned" else torch.allclose(found, expected, atol=1e-4)
+
+
+def test_a_module_that_forward_makes_is_named():
+    model = on_levels(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()))
+    with pytest.warns(UserWarning, match=r"forward makes a module \(Sequential\) \(test_packing\.py:\d+\)"):
+        mq.pack(Wrapped(model))
+
+
+def test_the_square_root_of_a_size_has_a_form_that_is_followed():
+    with pytest.warns(UserWarning, match=r"a Python number of size by math\.sqrt \(which \*\* 0\.5 would not do\)"):
+        mq.pack(on_levels(Ordinary(lambda net, x: x / math.sqrt(x.size(1)))))
+    assert mq.pack(on_levels(Ordinary(lambda net, x: x / x.size(1) ** 0.5))).fused
+
+
+def _in_float32(net, x):
+    with torch.autocast("cpu", enabled=False):
+        return x.flatten(1).float() @ net.table
+
+
+def _as_told(net, x):
+    return x * 2 if torch.is_autocast_enabled("cpu") else x
+
+
+@pytest.mark.parametrize("then", [_in_float32, _as_told])
+@torch.no_grad()
+def test_what_forward_does_about_autocast_holds_at_each_call(then):
+    model, x = on_levels(Ordinary(then)), torch.randn(2, 3, 6, 6)
+    model.table = torch.randn(16 * 16, 8)
+    packed = mq.pack(model)
+    assert packed.fused
+    agree(packed(x), model, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = packed(x), packed.network(x)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+
+
+def test_autocast_in_forward_is_not_lost():
+    def coarse(net, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return x.flatten(1) @ torch.ones(16 * 16, 8)
+
+    model = on_levels(Ordinary(coarse))
+    with pytest.warns(UserWarning, match="forward runs with autocast"):
+        packed = mq.pack(model)
+    assert packed(torch.randn(2, 3, 6, 6)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["forward", "last"])
+@torch.no_grad()
+def test_methods_that_are_replaced_after_packing_have_their_effect(name):
+    class Methods(Normed):
+        def forward(self, x):
+            return self.last(self.bn(self.conv(x)))
+
+        def last(self, x):
+            return x.mean((2, 3))
+
+    model, x, before = on_levels(Methods()), torch.randn(2, 3, 6, 6), getattr(Methods, name)
+    packed = mq.pack(model)
+    agree(packed(x), model, x)
+    setattr(Methods, name, lambda self, x: 2 * before(self, x))
+    with pytest.warns(UserWarning, match=f"{name} has changed since Methods was packed"):
+        agree(packed(x), model, x)
+
+
 # What is not finalized.
 
 
@@ -1236,6 +1399,16 @@ def test_a_forgotten_finalize_is_noticed(save, tmp_path):
         write()
     opt.finalize()
     write()
+
+
+def test_of_several_optimizers_the_newest_says_whether_weights_are_final():
+    model = mq.models.digitsnet()
+    first, second = (mq.MirrorDescent(torch.optim.Adam(mq.split(model), lr=0.01)) for _ in range(2))
+    with pytest.raises(PackError, match="not finalized"):
+        mq.pack(model)
+    second.finalize()
+    assert not first.finalized
+    mq.pack(model)
 
 
 def test_values_too_close_to_each_other_are_no_levels():

@@ -9,18 +9,20 @@ from torch import Tensor
 
 __all__ = ["begin", "owner"]
 
-_OPTIMIZERS: weakref.WeakSet[Any] = weakref.WeakSet()
+_OPTIMIZERS: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in their order
 
 
 def begin(optimizer: Any) -> None:
     """Registers an optimizer, for as long as it lives."""
-    _OPTIMIZERS.add(optimizer)
+    _OPTIMIZERS[optimizer] = None
 
 
 def owner(parameter: Tensor) -> Any | None:
-    """The optimizer that still moves this parameter's latent: neither finalized, nor inside ``quantized()``."""
-    for optimizer in list(_OPTIMIZERS):
-        soft = not optimizer.finalized and not optimizer._inside_quantized
-        if soft and "latent" in optimizer.state.get(parameter, {}):
-            return optimizer
+    """The optimizer that still moves this parameter's latent: neither finalized, nor inside ``quantized()``.
+
+    Of several, the newest decides: an earlier one, perhaps forgotten and not yet collected, does not move it any more.
+    """
+    for optimizer in reversed(list(_OPTIMIZERS)):
+        if "latent" in optimizer.state.get(parameter, {}):
+            return None if optimizer.finalized or optimizer._inside_quantized else optimizer
     return None

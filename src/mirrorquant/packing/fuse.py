@@ -50,7 +50,8 @@ _SAME = {"squeeze", "unsqueeze", "detach", "unflatten"}  # of which these show a
 # The memory of the first input or a copy, depending on the layout.
 _COPIES = {"view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "contiguous"}
 # No tensor at all.
-_NUMBERS = {"size", "dim", "numel", "nelement", "ndimension", "shape", "ndim", "dtype", "device", "is_floating_point"}
+_NUMBERS_NAMES = "size dim numel nelement ndimension shape ndim dtype device is_floating_point _assert"
+_NUMBERS = set(_NUMBERS_NAMES.split())
 _STORES = {"fill", "zero", "copy", "setitem"}  # change an input, beside those in _FRESH
 _FRESH_MODULES = (
     *_PACKED,

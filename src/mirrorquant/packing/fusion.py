@@ -15,11 +15,13 @@ from mirrorquant.packing.watch import Followed
 
 __all__ = ["Fusion", "fusion_of"]
 
+_PACKED = (PackedConv2d, PackedLinear)
+
 
 def fusion_of(network: nn.Module) -> Fusion | None:
     """The network fused, or None with a warning that says why not."""
     for layer in network.modules():
-        if isinstance(layer, (PackedConv2d, PackedLinear)):
+        if isinstance(layer, _PACKED):
             layer.part()
     try:
         return Fusion(network)
@@ -36,7 +38,8 @@ def fusion_of(network: nn.Module) -> Fusion | None:
 class Fusion:
     """The graph of a network whose packed layers do the work of their neighbours, too.
 
-    ``layout`` says that tensors must lie as the network's own forward would lay them out.
+    ``layout`` says that tensors must lie as the network's own forward would lay them out; ``autocast`` that forward
+    asks for autocast or switches it off, so that the graph does not stand for calls under autocast.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -44,6 +47,7 @@ class Fusion:
         memory = Memory(network, traced.graph)
         refuse_changed_state(memory)
         self.network, self.graph, self.layout = network, traced.graph, keeps_layout(memory)
+        self.autocast = traced.watch.autocast
         self.inputs = sum(node.op == "placeholder" for node in traced.graph.nodes)
         vars(network).update(traced.constants)
         self._names = [str(node.target) for node in traced.graph.nodes if node.op == "get_attr"]
@@ -51,7 +55,7 @@ class Fusion:
         fuse(network, self.graph, layout=self.layout)
         self.graph.lint()
         modules = list(network.modules())
-        norms = [norm for module in modules for norm in getattr(module, "norm", ()) if isinstance(norm, nn.Module)]
+        norms = [norm for module in modules if isinstance(module, _PACKED) for norm in module.norm]
         self._folded = [(norm, name) for norm in norms for name in ("weight", "bias", "running_mean", "running_var")]
         self._followed.objects += [
             (vars(norm), name, vars(norm)[name]) for norm in norms for name in ("training", "eps")
@@ -72,6 +76,8 @@ class Fusion:
 
     def takes(self, inputs: tuple[Any, ...]) -> bool:
         """Whether the graph stands for a call with these inputs."""
+        if self.autocast and torch._C._is_any_autocast_enabled():
+            return False
         return len(inputs) == self.inputs and all(isinstance(value, Tensor) for value in inputs)
 
     def state(self) -> str:

@@ -54,7 +54,7 @@ def pack(
             has not finalized raises an error.
         skip: patterns of the layers that stay in float, as in :func:`mirrorquant.split`.
         fuse: whether packed layers take over batch norm, addition and ReLU that follow them. A model whose ``forward``
-            cannot be traced runs without that, and a warning says why: it decides by values of tensors, keeps state
+            cannot be traced runs without that, and a warning says why: it branches on values of tensors, keeps state
             from call to call, or draws random numbers, for example.
         int8: whether linear layers quantize their inputs to 8 bits, row by row: faster, and no longer exact.
 
@@ -108,7 +108,9 @@ class PackedModel(nn.Module):
     ``network`` is the model with packed layers in the places of its own; ``plain`` is the model itself without numbers
     (on the meta device), ``fused`` says whether the layers took over what surrounds them. Where they did, calls with
     the arguments that have no default, all of them tensors, run on the traced graph. All other calls, and all calls
-    after something that ``forward`` reads was changed, run the network's own ``forward``.
+    after something that ``forward`` reads was changed, run the network's own ``forward``. Two kinds of change
+    go unseen: those through ``tensor.data``, which torch does not count, and those after ``torch.compile`` has compiled
+    the model.
     """
 
     plain: nn.Module

@@ -1,7 +1,7 @@
 """Tracing: the graph of a network's forward pass, refused wherever it would not do what the network does.
 
 A throwaway copy of the network is traced, whose modules are of subclasses that write down what is read of them. So
-neither the network nor its classes nor the globals of any module are touched, and several threads may trace at once.
+neither the network nor its classes nor the globals of any module are touched, whatever other threads do with them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import math
 import operator
 import sys
 import threading
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from mirrorquant.nn import BinaryActivation
 from mirrorquant.packing.bits import PackError
 from mirrorquant.packing.layers import PackedConv2d, PackedLinear
-from mirrorquant.packing.watch import MISSING, Watch, is_library
+from mirrorquant.packing.watch import MISSING, Watch, is_library, is_numpy_scalar
 
 __all__ = ["Traced", "hooked", "trace"]
 
@@ -100,7 +101,7 @@ class _Proxy(fx.Proxy):
         caller = str(sys._getframe(1).f_globals.get("__name__", ""))
         if caller.startswith(("torch.", "mirrorquant.packing")):
             return type(self)
-        if not self._watch.isinstance_called and (caller == "torch" or not is_library(caller)):
+        if self._watch.called is not isinstance and (caller == "torch" or not is_library(caller)):
             return type(self)  # for a function in C, which must not take it for a tensor
         if self.node.op != "placeholder":
             self._refuse(f"forward asks for the type of {self.node.name}")
@@ -123,13 +124,16 @@ class _Proxy(fx.Proxy):
         self._refuse(f"forward asks for the length of {self.node.name}")
 
     def __float__(self) -> float:
-        self._refuse(f"forward makes a Python number of {self.node.name}")
+        hint = " by math.sqrt (which ** 0.5 would not do)" if self._watch.called is math.sqrt else ""
+        self._refuse(f"forward makes a Python number of {self.node.name}{hint}")
 
     def __str__(self) -> str:
         self._refuse(f"forward makes text of {self.node.name}")
 
+    def __format__(self, spec: str) -> str:
+        return self._watch.text(self.node.name)
+
     __int__ = __index__ = __complex__ = __float__
-    __format__ = __str__  # type: ignore[assignment]
 
     def __setitem__(self, place: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, place, value), {})
@@ -213,9 +217,8 @@ class _Tracer(fx.Tracer):
         """Traces the network."""
         modules = list(self.root.modules())
         before = [[dict(space) for space in _spaces(module)] for module in modules]
-        forward = type(self.root).forward
-        inputs = self._inputs(forward)
-        self.watch.function(forward)
+        inputs = self._inputs(type(self.root).forward)
+        self.watch.method(type(self.root), "forward")
         with torch.no_grad(), _Eager(self.watch, self.held), self._watched(modules), self._profiled():
             result = self.root.forward(*inputs)
         if self.watch.refusal is not None:  # which forward caught
@@ -276,6 +279,8 @@ class _Tracer(fx.Tracer):
 
     def told(self, module: Any, name: str) -> str:
         """An attribute, as the network's forward would name it."""
+        if id(module) not in self.paths:
+            self.watch.refuse(f"forward makes a module ({type(module).__name__})")
         return ".".join(part for part in ("self", self.paths[id(module)], name) if part)
 
     def call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -285,7 +290,7 @@ class _Tracer(fx.Tracer):
         path, kind = self.paths[id(module)], self.kinds[id(module)]
         if self._is_leaf(kind):
             return self.create_proxy("call_module", path, args, kwargs)
-        self.watch.function(kind.forward)
+        self.watch.method(kind, "forward")
         return module.forward(*args, **kwargs)
 
     def _is_leaf(self, kind: type) -> bool:
@@ -300,8 +305,9 @@ class _Tracer(fx.Tracer):
             if name == "__dict__" and not is_library(sys._getframe(2).f_globals.get("__name__", "")):
                 self.watch.refuse(f"forward reads {self.told(module, name)}")
             return value
+        told = self.told(module, name)
         if name in ("_parameters", "_buffers"):
-            self.watch.refuse(f"forward goes through {self.told(module, name)}")
+            self.watch.refuse(f"forward goes through {told}")
         kind = self.kinds[id(module)]
         if isinstance(inspect.getattr_static(kind, name, None), property) or isinstance(value, fx.Proxy):
             return value
@@ -312,7 +318,7 @@ class _Tracer(fx.Tracer):
         self._refuse_stranger(module, name, value)
         space = next((s for s in (module.__dict__, module.__dict__["_modules"]) if name in s), None)
         if space is None and inspect.isroutine(value):
-            self.watch.function(value)
+            self.watch.method(kind, name)
         elif space is None:
             self.watch.attribute(path, name, lambda: getattr(kind, name, MISSING))
         else:
@@ -350,13 +356,13 @@ class _Tracer(fx.Tracer):
             return self.create_node("get_attr", name, (), {})
         if isinstance(a, nn.Module):
             self.watch.refuse(f"forward passes a module ({type(a).__name__}) to a function")
-        return super().create_arg(a)
+        return super().create_arg(a.item() if is_numpy_scalar(a) else a)  # whose text is no Python in the graph's code
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        self.watch.refuse(f"forward decides by the value of {obj.node.name}")
+        self.watch.refuse(f"forward branches on the value of {obj.node.name}")
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        self.watch.refuse(f"forward goes through {obj.node.name} one by one")
+        self.watch.refuse(f"forward iterates over {obj.node.name}")
 
 
 def _spaces(module: nn.Module) -> list[dict[str, Any]]:

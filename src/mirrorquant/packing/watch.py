@@ -10,10 +10,12 @@ import collections
 import dis
 import enum
 import functools
+import importlib
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 
 from mirrorquant.packing.bits import PackError
 
-__all__ = ["MISSING", "Followed", "Watch", "frozen", "is_library"]
+__all__ = ["MISSING", "Followed", "Watch", "frozen", "is_library", "is_numpy_scalar"]
 
 MISSING = object()
 _MOST = 2000  # a larger object is not compared at each call
@@ -38,6 +40,7 @@ _CONTAINERS = (list, tuple, collections.deque)
 # What these modules do has an effect or gives another answer each time.
 _EFFECTS = {"random", "_random", "secrets", "time", "datetime", "_datetime", "uuid", "_uuid", "os", "posix", "nt", "io"}
 _EFFECTS |= {"_io", "logging", "socket", "_socket", "subprocess"}
+_IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 _EFFECT_BUILTINS = ("print", "open", "input", "exec", "eval", "globals", "locals", "vars", "id")
 
 
@@ -63,7 +66,7 @@ def _frozen(value: Any, steps: Iterator[int], seen: dict[int, int]) -> Any:
         raise PackError("which is too large to be compared at each call")
     if isinstance(value, float):
         return float, value.hex()
-    if isinstance(value, (*_ATOMS, *_TORCH_ATOMS)) or _is_numpy_scalar(value):
+    if isinstance(value, (*_ATOMS, *_TORCH_ATOMS)) or is_numpy_scalar(value):
         return type(value), repr(value) if isinstance(value, slice) else value
     if isinstance(value, Tensor):
         return _Same(value, 0 if value.is_inference() else value._version)
@@ -98,7 +101,8 @@ def _frozen(value: Any, steps: Iterator[int], seen: dict[int, int]) -> Any:
     return _Same(value), each((getattr(value, "__dict__", None), [getattr(value, name, None) for name in slots]))
 
 
-def _is_numpy_scalar(value: Any) -> bool:
+def is_numpy_scalar(value: Any) -> bool:
+    """Whether it is one number of numpy's, without numpy being imported for the question."""
     return type(value).__module__ == "numpy" and any(kind.__name__ == "generic" for kind in type(value).__mro__)
 
 
@@ -143,13 +147,16 @@ class Watch:
         self.attributes: dict[tuple[str, str], Callable[[], Any]] = {}
         self.outside: dict[tuple[int, str], tuple[str, Any, Callable[[], Any]]] = {}
         self.values: dict[Any, Any] = {}
-        self.isinstance_called = False
+        self.called: Any = None  # the function in C that is at work
+        self.autocast = False
         self.refusal: PackError | None = None
         self._studied: set[types.CodeType] = set()
+        self._imports = 0
+        self._text: str | None = None
 
     def refuse(self, reason: str) -> NoReturn:
         """Ends tracing, even if forward catches the error."""
-        self.refusal = self.refusal or PackError(reason)
+        self.refusal = self.refusal or PackError(f"{reason}{_place()}")
         raise self.refusal
 
     # What it read.
@@ -166,11 +173,16 @@ class Watch:
             self.outside[key] = (name, owner, read)
             self.values[key] = self._frozen(name, read())
 
-    def function(self, value: Any) -> None:
-        """A function of a class is about to run: its defaults and its closure are read."""
-        value = getattr(value, "__func__", value)
-        if isinstance(value, types.FunctionType) and not _simple(value):
-            self._outside(value, value.__qualname__, lambda: value)
+    def method(self, kind: type, name: str) -> None:
+        """A method of a class is about to run: its code, its defaults and its closure are read."""
+        home = next((base for base in kind.__mro__ if name in vars(base)), kind)
+        if not is_library(home.__module__):
+            self._outside(home, f"{home.__name__}.{name}", lambda: getattr(home, name, MISSING))
+
+    def text(self, name: str) -> str:
+        """A value becomes part of a text, which must be a message of ``torch._assert``: what comes next tells."""
+        self._text = name
+        return name
 
     def _frozen(self, told: str, value: Any) -> Any:
         try:
@@ -199,15 +211,23 @@ class Watch:
     def __call__(self, frame: types.FrameType, event: str, argument: Any) -> None:
         """A profiler's hook, which sees each call that Python makes in this thread."""
         name = str(frame.f_globals.get("__name__", ""))
-        if name.startswith("mirrorquant.packing"):
+        if frame.f_code is _IMPORT and event in ("call", "return"):
+            self._imports += 1 if event == "call" else -1
+        if self._imports or name.startswith("mirrorquant.packing"):
             return
+        if self._text is not None:
+            self._follow_text(frame, event, name)
         if event == "c_call":
-            self.isinstance_called = argument is isinstance
+            self.called = argument
             if not is_library(name):
                 self._refuse_effects(argument)
+            if "autocast" in getattr(argument, "__name__", ""):
+                self._note_autocast(False)
         elif event == "c_return":
-            self.isinstance_called = False
+            self.called = None
         elif event == "call":
+            if frame.f_code is torch.autocast.__enter__.__code__:
+                self._note_autocast(frame.f_locals["self"]._enabled)
             if name.split(".")[0] in _EFFECTS or name in ("torch.random", "torch.cuda.random"):
                 caller = frame.f_back
                 if caller is not None and not is_library(caller.f_globals.get("__name__", "")):
@@ -215,6 +235,21 @@ class Watch:
             if not is_library(name) and frame.f_code not in self._studied:
                 self._studied.add(frame.f_code)
                 self._study(frame)
+
+    def _follow_text(self, frame: types.FrameType, event: str, name: str) -> None:
+        """Refuses a text if the next thing that forward does, but for proxies' own work, is not ``torch._assert``."""
+        by = frame.f_back if event == "call" else frame
+        if name.startswith("torch.fx.") or by is None or is_library(by.f_globals.get("__name__", "")):
+            return
+        text, self._text = self._text, None
+        if event != "call" or frame.f_code is not torch._assert.__code__:
+            self.refuse(f"forward makes text of {text}")
+
+    def _note_autocast(self, enabled: bool) -> None:
+        """Where forward asks for autocast or switches it off, its graph stands for calls without it."""
+        if enabled or torch._C._is_any_autocast_enabled():
+            self.refuse("forward runs with autocast")
+        self.autocast = True
 
     def _refuse_effects(self, function: Any) -> None:
         owner = getattr(function, "__self__", None)
@@ -262,6 +297,16 @@ class Watch:
             self._outside(value, f"{name}.{attribute}", lambda: getattr(value, attribute, MISSING))
 
 
+def _place() -> str:
+    """The line of forward, or of what it calls, that is at work; nothing where none is."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and is_library(frame.f_globals.get("__name__", "")):
+        if frame.f_code.co_name == "run":  # the tracer's: forward is not, or no longer, at work
+            return ""
+        frame = frame.f_back
+    return "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
 def _module_name(value: Any) -> str:
     return str(value.__name__ if isinstance(value, types.ModuleType) else value.__module__)
 
@@ -274,7 +319,7 @@ class Followed:
     """What has to be as it was when the network was traced, for comparison before each call."""
 
     def __init__(self, watch: Watch, network: nn.Module) -> None:
-        self.objects: list[tuple[dict[str, Any], str, Any]] = []
+        self.objects: list[tuple[Mapping[str, Any], str, Any]] = []
         self.children: list[tuple[dict[str, Any], list[tuple[str, Any]]]] = []
         self.values: list[tuple[str, Callable[[], Any], Any]] = []
         for path, name in watch.attributes:
@@ -288,8 +333,9 @@ class Followed:
                 now = functools.partial(getattr, module, name, MISSING)
                 self.values.append((_told(path, name), now, frozen(now())))
         for key, (name, owner, read) in watch.outside.items():
-            if isinstance(owner, dict) and _simple(read()):
-                self.objects.append((owner, name, read()))
+            space, leaf = (owner if isinstance(owner, dict) else vars(owner)), name.rpartition(".")[2]
+            if leaf in space and _simple(space[leaf]):
+                self.objects.append((space, leaf, space[leaf]))
             else:
                 self.values.append((name, read, watch.values[key]))
 

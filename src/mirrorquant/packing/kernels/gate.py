@@ -65,13 +65,13 @@ def admit_all(
 
 def check_devices(x: Tensor, *others: Tensor | None) -> None:
     """That the other operands (prepared, scale, shift, residual) are on the device of x."""
-    for name, tensor in (("x", x), ("prepared", others[0])):
+    for place, tensor in enumerate((x, others[0])):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is {tensor!r:.40}, but it must be a tensor")
+            raise TypeError(f"{_NAMES[place]} is {tensor!r:.40}, but it must be a tensor")
     device = x.device
-    for name, tensor in zip(_NAMES[1:], others, strict=True):
+    for place, tensor in enumerate(others, 1):
         if tensor is not None and tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, but x is on {device}: move both to one device")
+            raise ValueError(f"{_NAMES[place]} is on {tensor.device}, but x is on {device}: move both to one device")
 
 
 def refuse_gradient(x: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None) -> None:
@@ -85,7 +85,7 @@ def refuse_gradient(x: Tensor, scale: Tensor | None, shift: Tensor | None, resid
 
 def _end(tensor: Tensor) -> int:
     """How many elements of its storage a tensor reaches to."""
-    if tensor.is_contiguous():
+    if tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last):
         return int(tensor.storage_offset()) + tensor.numel()
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset()) + reach + 1
