@@ -79,6 +79,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _open_regular(path: str, flags: int) -> int:
-    if not stat.S_ISREG(os.stat(path).st_mode):
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # Python itself refuses a directory, in its own words
         raise OSError(errno.EINVAL, "not a regular file", path)
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # another process may have swapped in a FIFO

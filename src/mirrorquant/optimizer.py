@@ -64,6 +64,7 @@ Closure = Callable[[], Any]
 _OURS = ("method", "anneal", "beta")
 _SAVED = ("levels", "steps", "finalized", "base_class", "fresh", "kept")  # beside these, in the groups of a state
 _LATENT = "latent"
+_LEAST_HALF = 2.0**-24  # the smallest float16 above zero
 
 
 class Quantized(NamedTuple):
@@ -347,21 +348,30 @@ class MirrorDescent(Optimizer):
         return taken
 
     @torch.no_grad()
+    def _follow_loaded(self) -> None:
+        """Latents of weights that were loaded after finalize(): a state saved now must give these weights back."""
+        for q in self._quantized() if self.finalized else ():
+            for weight, latent in zip(q.weights, q.latents, strict=True):
+                if not _equal(weight, q.method.round(latent, q.beta)):
+                    latent.copy_(q.method.lift(_wide(weight)))
+
+    @torch.no_grad()
     def _is_ours(self, q: Quantized, weight: Tensor, latent: Tensor) -> bool:
         """Whether a weight still is the image of its latent, or the rounded one; once finalized, whether on its levels.
 
         Up to rounding, since another device, compiler or number of threads may have computed it; where the version
-        does not tell of a change, up to a conversion to half precision and back.
+        shows no change, up to a conversion to half precision and back.
         """
         if self.finalized:
             return q.method.levels.holds(weight.detach())
         unchanged = self._version(weight) == weight._version
         if unchanged and self._versions[weight][1] != latent._version:
             return True  # it is the latent that was changed
-        tolerance = 2.0**-8 if unchanged else 8 * torch.finfo(weight.dtype).eps
+        error = 8 * torch.finfo(latent.dtype).eps  # of the projection, which is computed in the latent's precision
+        relative = max(error, 2.0**-8 if unchanged else torch.finfo(weight.dtype).eps)
+        absolute = error * max(map(abs, q.method.levels)) + _LEAST_HALF
         image = q.method.project(latent, q.beta)
-        size = tolerance * max(map(abs, q.method.levels))
-        return _close(weight, image, tolerance, size) or _equal(weight, q.method.round(latent, q.beta))
+        return _close(weight, image, relative, absolute) or _equal(weight, q.method.round(latent, q.beta))
 
     def _changed(self, name: str, doing: str) -> str:
         if self.finalized:
@@ -501,6 +511,7 @@ class MirrorDescent(Optimizer):
         """
         try:
             self._refuse_changed("loading it")
+            self._follow_loaded()
         except RuntimeError as error:  # not an error: tools ask for a state before they load one
             warnings.warn(f"the optimizer's state does not belong to the model's weights: {error}", stacklevel=2)
         state, base = super().state_dict(), self.base.state_dict()

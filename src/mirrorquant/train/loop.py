@@ -14,6 +14,7 @@ import os
 import platform
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -465,7 +466,7 @@ class Run:
         if off:
             raise RunError(f"the best network has weights off their levels in {', '.join(off)}: please report this")
         for problem in [*health(self.opt).collapses, *problems]:
-            self._say(f"warning: {problem}")
+            print(f"warning: {problem}", file=sys.stderr, flush=True)  # it is not progress, which quiet leaves out
         if self.config.recalibrate:
             batches = (self.loader.batch(k)[0] for k in range(self.config.recalibrate))
             recalibrate(self.model, batches)
