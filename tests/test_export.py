@@ -591,7 +591,7 @@ def test_an_exported_file_tells_what_it_is_about(to, tmp_path, capsys):
     mq.export(model, path, (1, 8, 8), to=to)
     assert runs[to](path).about == {}
     assert main(["eval", str(path)]) == 1
-    assert "does not say which data it is for: tell by --data" in capsys.readouterr().err
+    assert "does not say which data it is for: pass --data" in capsys.readouterr().err
     with pytest.raises(PackError, match="expected what JSON can hold"):
         mq.export(model, path, (1, 8, 8), to=to, about={"x": float("nan")})
 

@@ -1238,6 +1238,17 @@ def test_a_forgotten_finalize_is_noticed(save, tmp_path):
     write()
 
 
+def test_only_the_last_optimizer_of_a_weight_has_to_be_finalized():
+    model = mq.models.digitsnet()
+    first = mq.MirrorDescent(torch.optim.Adam(mq.split(model)))  # given up, but still alive
+    second = mq.MirrorDescent(torch.optim.Adam(mq.split(model)))
+    with pytest.raises(PackError, match="not finalized"):
+        mq.pack(model)
+    second.finalize()
+    mq.pack(model)
+    assert not first.finalized
+
+
 def test_values_too_close_to_each_other_are_no_levels():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     near = Levels(-1, -0.9999999, 0.5, 0.9999998, 1)

@@ -30,7 +30,7 @@ from mirrorquant import BINARY, Method, models
 from mirrorquant.cli import main
 from mirrorquant.train import Config, ConfigError, Run, RunError, checkpoint, recipes
 from mirrorquant.train.checkpoint import CheckpointError
-from mirrorquant.train.loop import Interrupted, recalibrate
+from mirrorquant.train.loop import Interrupted
 from mirrorquant.train.report import Metrics, MetricsError, Progress, read_metrics
 
 DIGITS = "digits/digitsnet/binary/md-tanh-s"
@@ -211,7 +211,7 @@ def test_ref_trains_all_parameters_in_float(tmp_path):
 def test_recalibration_averages_the_statistics_of_the_batches():
     norm = nn.BatchNorm1d(3)
     batches = [torch.randn(16, 3) * 2 + 1 for _ in range(4)]
-    recalibrate(norm, iter(batches))
+    mq.recalibrate(norm, iter(batches))
     torch.testing.assert_close(norm.running_mean, torch.stack([b.mean(0) for b in batches]).mean(0))
     torch.testing.assert_close(norm.running_var, torch.stack([b.var(0) for b in batches]).mean(0))
 
@@ -475,7 +475,7 @@ def test_a_run_that_has_lost_its_checkpoints_says_that_it_begins_anew(tmp_path, 
     assert "anew" not in capsys.readouterr().err
     (tmp_path / "run" / "checkpoint.mq").unlink()
     Run.resume(tmp_path / "run").train()
-    assert f"there is no checkpoint in {tmp_path / 'run'}: beginning anew" in capsys.readouterr().err
+    assert f"there is no checkpoint in {tmp_path / 'run'}: starting over" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_configuration_is_refused(finished, tmp_path):

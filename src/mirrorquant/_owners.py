@@ -1,4 +1,4 @@
-"""Which parameters are being trained, for those who need weights that are on their levels."""
+"""Which parameters are still being trained: packing needs weights that are on their levels."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from torch import Tensor
 
 __all__ = ["begin", "owner"]
 
-_OPTIMIZERS: weakref.WeakSet[Any] = weakref.WeakSet()
+_OPTIMIZERS: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in the order of their creation
 
 
 def begin(optimizer: Any) -> None:
     """Registers an optimizer, for as long as it lives."""
-    _OPTIMIZERS.add(optimizer)
+    _OPTIMIZERS[optimizer] = None
 
 
 def owner(parameter: Tensor) -> Any | None:
-    """The optimizer that still moves this parameter's latent: neither finalized, nor inside ``quantized()``."""
-    for optimizer in list(_OPTIMIZERS):
-        soft = not optimizer.finalized and not optimizer._inside_quantized
-        if soft and "latent" in optimizer.state.get(parameter, {}):
-            return optimizer
-    return None
+    """The optimizer that still moves this parameter's latent: neither finalized, nor inside ``quantized()``.
+
+    Of several that were built over the parameter, one after the other, only the last one counts.
+    """
+    owners = [optimizer for optimizer in list(_OPTIMIZERS) if "latent" in optimizer.state.get(parameter, {})]
+    if not owners or owners[-1].finalized or owners[-1]._inside_quantized:
+        return None
+    return owners[-1]
