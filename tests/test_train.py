@@ -1006,6 +1006,23 @@ def test_problems_of_data_model_and_device_are_told_without_a_traceback(tmp_path
         assert told.startswith("mirrorquant: ")
 
 
+def test_names_in_a_run_folder_cannot_steer_the_terminal(finished, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    for name in ("best.mq", "checkpoint.mq"):
+        state = checkpoint.load(folder / name)
+        state["model"]["\x1b[2Jevil"] = torch.zeros(1)
+        checkpoint.save(folder / name, state)  # what was there is now the spare
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["layers"][0]["name"] = "\x1b[2Jevil"
+    (folder / "summary.json").write_text(json.dumps(summary))
+    for command, code in ((["eval"], 1), (["summary"], 0), (["train", "--resume"], 0)):
+        assert main([*command, str(folder)]) == code
+        told = "".join(capsys.readouterr())
+        assert r"\x1b[2Jevil" in told
+        assert "\x1b" not in told
+
+
 @pytest.mark.parametrize(("key", "value"), [("recipe", ["a"]), ("test_accuracy", 10**400), ("config", 5)])
 def test_a_summary_of_wrong_content_is_refused_in_one_line(finished, tmp_path, capsys, key, value):
     summary = json.loads((finished / "summary.json").read_text())

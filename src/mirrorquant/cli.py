@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except (*USER_ERRORS, recipes.RecipeError, plots.PlotError, TableError, PackError, KernelsError) as error:
-        print(f"mirrorquant: {error}", file=sys.stderr)
+        print(f"mirrorquant: {printable(str(error))}", file=sys.stderr)  # it may quote a stranger's file
         return 1
     except OSError as error:
         place = error.filename or "the output"
@@ -456,8 +456,8 @@ def summary(options: argparse.Namespace) -> None:
         return
     print(f"{'parameter':36}{'shape':>20}{'count':>12}{'bits':>6}{'bytes':>12}")
     for row in rows:
-        size = -(-row["count"] * row["bits"] // 8)
-        print(f"{row['name']:36}{'x'.join(map(str, row['shape'])):>20}{row['count']:12,}{row['bits']:6}{size:12,}")
+        name, shape, size = printable(row["name"]), "x".join(map(str, row["shape"])), -(-row["count"] * row["bits"] // 8)
+        print(f"{name:36}{shape:>20}{row['count']:12,}{row['bits']:6}{size:12,}")
     for bits in sorted({row["bits"] for row in rows}):
         print(f"{bits:3} bit: {sum(row['count'] for row in rows if row['bits'] == bits):12,} parameters")
     small, full = sum(row["count"] * row["bits"] for row in rows) / 8, sum(row["count"] * 4 for row in rows)

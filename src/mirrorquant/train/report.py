@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from mirrorquant import _files
+from mirrorquant._text import printable
 
 __all__ = ["Metrics", "MetricsError", "Progress", "first_line", "read_metrics"]
 
@@ -212,6 +213,7 @@ class Progress:
 
     def say(self, message: str) -> None:
         """A message beside the bar."""
+        message = printable(message)  # it may quote a stranger's file
         if self.bar is not None:
             self.bar.console.print(message, highlight=False, markup=False)
         elif not self.quiet:
