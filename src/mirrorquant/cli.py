@@ -456,7 +456,8 @@ def summary(options: argparse.Namespace) -> None:
         return
     print(f"{'parameter':36}{'shape':>20}{'count':>12}{'bits':>6}{'bytes':>12}")
     for row in rows:
-        name, shape, size = printable(row["name"]), "x".join(map(str, row["shape"])), -(-row["count"] * row["bits"] // 8)
+        name, shape = printable(row["name"]), "x".join(map(str, row["shape"]))
+        size = -(-row["count"] * row["bits"] // 8)
         print(f"{name:36}{shape:>20}{row['count']:12,}{row['bits']:6}{size:12,}")
     for bits in sorted({row["bits"] for row in rows}):
         print(f"{bits:3} bit: {sum(row['count'] for row in rows if row['bits'] == bits):12,} parameters")
