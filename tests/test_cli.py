@@ -304,7 +304,7 @@ def test_a_readme_in_another_encoding_is_refused_in_one_line(tmp_path, capsys):
     (tmp_path / "README.md").write_bytes(b"caf\xe9")
     assert main(["table", "--results", str(tmp_path), "--readme", str(tmp_path / "README.md")]) == 1
     told = capsys.readouterr().err
-    assert "README.md is not a text in UTF-8" in told
+    assert "README.md is not UTF-8 text" in told
     assert told.count("\n") == 1
 
 
@@ -330,7 +330,7 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["export", str(broken), "--to", "onnx"], "broken.safetensors is damaged or was altered"),
         (["eval", str(tmp_path / "no.onnx"), "--data", "digits"], "no.onnx cannot be read by ONNX Runtime"),
         (["eval", str(tmp_path / "no.xml")], "no.xml cannot be read by OpenVINO"),
-        (["eval", str(tmp_path / "silent.onnx")], "tell by --data"),
+        (["eval", str(tmp_path / "silent.onnx")], "pass --data"),
         (["eval", str(whole), "--data", "synthetic:3x8x8:10"], "cannot be tested on synthetic:3x8x8:10, images"),
     ):
         assert main(arguments) == 1, arguments
@@ -356,7 +356,7 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["compare", "fashion-mnist/digitsnet", "--methods", "pq"], 1, "only for bc, md-tanh-s, ref; to try it with"),
         (["compare", "--levels", "ternary"], 1, "mirrorquant train digits/digitsnet/ternary/md-tanh-s method=bc"),
         (["compare", "--methods", ","], 1, "--methods is empty"),
-        (["compare", "seed=3"], 1, "give their number by --seeds"),
+        (["compare", "seed=3"], 1, "set how many with --seeds"),
         (["train", "--lr", "0.1"], 2, "there is no option --lr: write lr=VALUE"),
         (["train", "--batch-size=8"], 2, "there is no option --batch-size: write batch_size=8"),
         (["train", "lr", "=", "0.1"], 2, "write key=value without spaces"),

@@ -591,9 +591,21 @@ def test_an_exported_file_tells_what_it_is_about(to, tmp_path, capsys):
     mq.export(model, path, (1, 8, 8), to=to)
     assert runs[to](path).about == {}
     assert main(["eval", str(path)]) == 1
-    assert "does not say which data it is for: tell by --data" in capsys.readouterr().err
+    assert "does not say which data it is for: pass --data" in capsys.readouterr().err
     with pytest.raises(PackError, match="expected what JSON can hold"):
         mq.export(model, path, (1, 8, 8), to=to, about={"x": float("nan")})
+
+
+def test_a_fifo_in_place_of_a_file_is_refused_instead_of_waited_for(tmp_path):
+    mq.export(network("digitsnet"), tmp_path / "whole.xml", (1, 8, 8), to="openvino")
+    (tmp_path / "whole.bin").unlink()
+    for name in ("net.safetensors", "net.onnx", "net.xml", "whole.bin"):
+        os.mkfifo(tmp_path / name)
+    code = "import sys; from mirrorquant.cli import main; print([main(['eval', path]) for path in sys.argv[1:]])"
+    paths = [str(tmp_path / name) for name in ("net.safetensors", "net.onnx", "net.xml", "whole.xml")]
+    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[1, 1, 1, 1]\n"
+    assert done.stderr.count("not a regular file") == 4
 
 
 def test_openvino_models_for_one_image_take_any_batch(tmp_path):

@@ -305,7 +305,7 @@ def broken(hook, result):
     return Broken()
 
 
-@pytest.mark.parametrize("hook", ["lift", "project", "round", "pull_back"])
+@pytest.mark.parametrize("hook", ["lift", "project", "round", "pull_back", "settle"])
 @pytest.mark.parametrize(
     ("result", "given"),
     [

@@ -1006,6 +1006,42 @@ def test_a_rounded_network_that_was_kept_is_taken_over_by_finalize(method):
     assert same(quantized_weights(model), quantized_weights(fresh_model))
 
 
+@pytest.mark.parametrize("how", ["load_state_dict", "data"])
+def test_a_rounded_network_that_is_loaded_after_finalize_is_the_one_that_is_saved(method, how):
+    model = small_network()
+    opt = wrap(model, method)
+    opt.finalize()
+    best = {name: value.neg() if name.endswith("weight") else value for name, value in model.state_dict().items()}
+    if how == "load_state_dict":
+        restored(model, best)
+    else:
+        model[0].weight.data.copy_(best["0.weight"])
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    fresh_model = small_network(seed=1)
+    fresh = wrap(fresh_model, method)
+    fresh_model.load_state_dict(saved[0])
+    fresh.load_state_dict(saved[1])
+    assert torch.equal(fresh_model[0].weight, best["0.weight"])
+    assert same(snapshot(model), snapshot(fresh_model))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_weights_of_half_precision_are_not_undone_either(dtype):
+    model = nn.Linear(64, 8, bias=False).to(dtype)
+    opt = wrap(model)
+    best = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        opt.latent(model.weight).add_(0.05)
+    model.weight.grad = torch.zeros_like(model.weight)
+    opt.step()
+    restored(model, model.state_dict())
+    opt.step()  # its own weights
+    restored(model, best)
+    for action in (opt.step, opt.finalize):
+        with pytest.raises(RuntimeError, match="weight was changed since"):
+            action()
+
+
 def test_a_rounded_network_is_taken_over_even_after_training_diverged():
     model = small_network()
     opt = wrap(model)

@@ -280,7 +280,7 @@ def test_a_file_starts_no_download_and_reads_no_folder(data, tmp_path, monkeypat
     for name in ("net.safetensors", "net.onnx"):
         assert main(["eval", name, "--data-root", str(tmp_path)]) == 1
         told = capsys.readouterr().err
-        assert f"pass --data {data}" in told or "tell by --data" in told
+        assert f"pass --data {data}" in told or "pass --data, as in" in told
         assert told.rstrip("\n").isprintable()
     assert not (tmp_path / "cifar-10-batches-bin").exists()
 

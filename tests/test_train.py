@@ -30,7 +30,7 @@ from mirrorquant import BINARY, Method, models
 from mirrorquant.cli import main
 from mirrorquant.train import Config, ConfigError, Run, RunError, checkpoint, recipes
 from mirrorquant.train.checkpoint import CheckpointError
-from mirrorquant.train.loop import Interrupted, recalibrate
+from mirrorquant.train.loop import Interrupted
 from mirrorquant.train.report import Metrics, MetricsError, Progress, read_metrics
 
 DIGITS = "digits/digitsnet/binary/md-tanh-s"
@@ -211,7 +211,7 @@ def test_ref_trains_all_parameters_in_float(tmp_path):
 def test_recalibration_averages_the_statistics_of_the_batches():
     norm = nn.BatchNorm1d(3)
     batches = [torch.randn(16, 3) * 2 + 1 for _ in range(4)]
-    recalibrate(norm, iter(batches))
+    mq.recalibrate(norm, iter(batches))
     torch.testing.assert_close(norm.running_mean, torch.stack([b.mean(0) for b in batches]).mean(0))
     torch.testing.assert_close(norm.running_var, torch.stack([b.var(0) for b in batches]).mean(0))
 
@@ -472,10 +472,10 @@ def test_mutated_files_are_refused_by_name(finished, tmp_path, name, capsys):
 
 def test_a_run_that_has_lost_its_checkpoints_says_that_it_begins_anew(tmp_path, capsys):
     Run(config("iterations=2"), tmp_path / "run").train()
-    assert "anew" not in capsys.readouterr().err
+    assert "starting over" not in capsys.readouterr().err
     (tmp_path / "run" / "checkpoint.mq").unlink()
     Run.resume(tmp_path / "run").train()
-    assert f"there is no checkpoint in {tmp_path / 'run'}: beginning anew" in capsys.readouterr().err
+    assert f"there is no checkpoint in {tmp_path / 'run'}: starting over" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_configuration_is_refused(finished, tmp_path):
@@ -1004,6 +1004,23 @@ def test_problems_of_data_model_and_device_are_told_without_a_traceback(tmp_path
         told = capsys.readouterr().err
         assert code == 1, told
         assert told.startswith("mirrorquant: ")
+
+
+def test_names_in_a_run_folder_cannot_steer_the_terminal(finished, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    for name in ("best.mq", "checkpoint.mq"):
+        state = checkpoint.load(folder / name)
+        state["model"]["\x1b[2Jevil"] = torch.zeros(1)
+        checkpoint.save(folder / name, state)  # what was there is now the spare
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["layers"][0]["name"] = "\x1b[2Jevil"
+    (folder / "summary.json").write_text(json.dumps(summary))
+    for command, code in ((["eval"], 1), (["summary"], 0), (["train", "--resume"], 0)):
+        assert main([*command, str(folder)]) == code
+        told = "".join(capsys.readouterr())
+        assert r"\x1b[2Jevil" in told
+        assert "\x1b" not in told
 
 
 @pytest.mark.parametrize(("key", "value"), [("recipe", ["a"]), ("test_accuracy", 10**400), ("config", 5)])

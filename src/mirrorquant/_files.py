@@ -24,8 +24,10 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def parse_json(content: bytes) -> Any:
-    """The value of a JSON text; ValueError where it is none, or has an integer that does not fit 64 bits.
+    """Parses JSON; raises ValueError for anything else, and for integers that do not fit in 64 bits.
 
+    >>> parse_json(b"[-9223372036854775808]")
+    [-9223372036854775808]
     >>> parse_json(b"[1" + 400 * b"0" + b"]")
     Traceback (most recent call last):
     ValueError: an integer of 401 digits
@@ -34,7 +36,7 @@ def parse_json(content: bytes) -> Any:
 
 
 def _parse_int(digits: str) -> int:
-    if len(digits) > 19:  # it would not be a float either
+    if len(digits) > 20 or not -(1 << 63) <= int(digits) < 1 << 63:
         raise ValueError(f"an integer of {len(digits)} digits")
     return int(digits)
 
@@ -79,6 +81,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _open_regular(path: str, flags: int) -> int:
-    if not stat.S_ISREG(os.stat(path).st_mode):
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # Python itself refuses a directory, in its own words
         raise OSError(errno.EINVAL, "not a regular file", path)
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # another process may have swapped in a FIFO

@@ -1,4 +1,4 @@
-"""Which parameters are being trained, for those who need weights that are on their levels."""
+"""Which parameters are still being trained: packing needs weights that are on their levels."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ _MOST = 1000
 def printable(text: str) -> str:
     """The text in one line of at most 1,000 characters that moves no cursor and hides nothing.
 
-    Control characters, bidirectional overrides, invisible characters and lone surrogates become their escapes, and what
-    is too long loses its middle.
+    Control characters, bidirectional overrides, invisible characters and lone surrogates become their escapes, and a
+    text that is too long loses its middle.
 
     >>> printable("conv\\x1b[2J\\n\\u202etxt")
     'conv\\\\x1b[2J\\\\n\\\\u202etxt'

@@ -18,7 +18,7 @@ _BatchNorm = nn.modules.batchnorm._BatchNorm
 def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     """Recomputes the batch-norm statistics of a model from data, with its weights as they are.
 
-    While training, batch norm keeps moving averages of statistics that belong to soft weights of some steps ago.
+    During training, batch norm keeps moving averages, which belong to the soft weights of the last few dozen steps.
     Rounding the weights changes the activations, so a network can lose much of its accuracy at ``finalize()`` for no
     other reason than stale statistics. Call this after ``finalize()``, with some dozens of training batches, augmented
     or not.
@@ -28,7 +28,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
 
     Args:
         model: any model.
-        batches: inputs, or tuples and lists that begin with the input, on the model's device: a data loader, for one.
+        batches: inputs, or tuples and lists that begin with the input, on the model's device, such as a data loader.
 
     Returns:
         The number of batch-norm layers; a model without any is left as it is.
@@ -53,13 +53,15 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
             model(batch[0] if isinstance(batch, (tuple, list)) else batch)
             count += 1
         if not count:
-            raise ValueError("there are no batches to take the statistics from: pass some inputs, in a list perhaps")
+            raise ValueError(
+                "there are no batches to compute the statistics from: pass some inputs, such as a data loader"
+            )
     return len(norms)
 
 
 @contextmanager
 def _only_norms_train(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
-    """Batch norms average from scratch, all else evaluates; then as before, after an exception the statistics too."""
+    """Batch norms average from scratch and all else evaluates; restores modes, and after an exception statistics."""
     modes = [(module, module.training) for module in model.modules()]
     momenta = [norm.momentum for norm in norms]
     old: list[list[Tensor]] = [[buffer.clone() for buffer in norm.buffers(recurse=False)] for norm in norms]

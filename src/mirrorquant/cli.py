@@ -64,7 +64,7 @@ _CHANGEABLE = ("train", "compare")  # take key=value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code; what is wrong is told in one line."""
+    """Runs a command and returns its exit code; a problem is reported in one line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows β as ?
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # precision=float32 means it
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     options.overrides = changes
     if "" not in sys.path:
-        sys.path.append("")  # a model of one's own lies in the current folder
+        sys.path.append("")  # for the user's own models, in the current folder
     try:
         options.run(options)
     except Interrupted as stop:
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except (*USER_ERRORS, recipes.RecipeError, plots.PlotError, TableError, PackError, KernelsError) as error:
-        print(f"mirrorquant: {error}", file=sys.stderr)
+        print(f"mirrorquant: {printable(str(error))}", file=sys.stderr)  # it may quote a stranger's file
         return 1
     except OSError as error:
         place = error.filename or "the output"
@@ -176,7 +176,7 @@ def compare(options: argparse.Namespace) -> None:
     """Trains several methods on one task."""
     _try_writing(options.results)
     if any(text.startswith("seed=") for text in options.overrides):
-        raise ConfigError("compare trains with seeds 0, 1, ...: give their number by --seeds, instead of seed=")
+        raise ConfigError("compare trains with seeds 0, 1, ...: set how many with --seeds, instead of seed=")
     folder = options.out or Path("runs") / ("compare-" + options.task.replace("/", "-"))
     rows, folders = [], []
     chosen = [method.strip() for method in options.methods.split(",") if method.strip()]
@@ -302,7 +302,7 @@ def _evaluate_file(options: argparse.Namespace) -> None:
 
 
 def _runnable(path: Path, builder: str | None) -> tuple[nn.Module, dict[str, Any], str]:
-    """The network of a file, what is told of it, and what runs it."""
+    """The network of a file, what the file says about it, and what runs it."""
     if path.suffix == PACKED:
         packed = _network(path, builder)
         return packed.model, packed.about, f"run packed: {kernels.describe()}"
@@ -318,7 +318,7 @@ def _runnable(path: Path, builder: str | None) -> tuple[nn.Module, dict[str, Any
 
 
 def _files_of(path: Path) -> list[Path]:
-    """A file, and beside OpenVINO's description its weights."""
+    """The file itself, and for OpenVINO also the *.bin with the weights."""
     return [path, path.with_suffix(".bin")] if path.suffix == ".xml" else [path]
 
 
@@ -331,11 +331,11 @@ def _data_of_file(path: Path, about: dict[str, Any], options: argparse.Namespace
     if options.data:
         return load(options.data, root)
     if not isinstance(told, str) or ":" in told or told not in data_names():
-        raise ConfigError(f"{path} does not say which data it is for: tell by --data, as in --data cifar10")
+        raise ConfigError(f"{path} does not say which data it is for: pass --data, as in --data cifar10")
     try:
         return load(told, root, download=False)
     except DataError as error:
-        raise DataError(f"{error} Or pass --data {told}: a file alone starts no download.") from error
+        raise DataError(f"{error} Or pass --data {told}: a file by itself never starts a download.") from error
 
 
 def pack(options: argparse.Namespace) -> None:
@@ -364,7 +364,7 @@ def export(options: argparse.Namespace) -> None:
     network = _network(options.what, options.model)
     shape = options.shape or network.about.get("shape")
     if not isinstance(shape, list) or not all(_whole(size, 0) for size in shape):
-        raise PackError(f"{options.what} does not say what it takes: tell by --shape, as in --shape 3x32x32")
+        raise PackError(f"{options.what} does not say what it takes: pass --shape, as in --shape 3x32x32")
     path = _output(options.out, network.folder / (network.name + {"onnx": ".onnx", "openvino": ".xml"}[options.to]))
     packing.export(network.model, path, shape, to=options.to, about=network.about)
     for file in _files_of(path):
@@ -456,8 +456,9 @@ def summary(options: argparse.Namespace) -> None:
         return
     print(f"{'parameter':36}{'shape':>20}{'count':>12}{'bits':>6}{'bytes':>12}")
     for row in rows:
+        name, shape = printable(row["name"]), "x".join(map(str, row["shape"]))
         size = -(-row["count"] * row["bits"] // 8)
-        print(f"{row['name']:36}{'x'.join(map(str, row['shape'])):>20}{row['count']:12,}{row['bits']:6}{size:12,}")
+        print(f"{name:36}{shape:>20}{row['count']:12,}{row['bits']:6}{size:12,}")
     for bits in sorted({row["bits"] for row in rows}):
         print(f"{bits:3} bit: {sum(row['count'] for row in rows if row['bits'] == bits):12,} parameters")
     small, full = sum(row["count"] * row["bits"] for row in rows) / 8, sum(row["count"] * 4 for row in rows)
@@ -486,7 +487,7 @@ def table(options: argparse.Namespace) -> None:
         try:
             old = options.readme.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise TableError(f"{options.readme} is not a text in UTF-8: {error.reason}") from error
+            raise TableError(f"{options.readme} is not UTF-8 text: {error.reason}") from error
         options.readme.write_text(with_results(old, text), encoding="utf-8")
         print(f"wrote the results into {options.readme}")
     if options.write:
@@ -673,11 +674,12 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     )
     sub.add_argument("--split", default="test", choices=["train", "val", "test"])
     sub.add_argument(
-        "--data", help="of a file: the data set, downloaded if missing; by default the one the file names, if present"
+        "--data",
+        help="for a file: the data set, downloaded if missing; default: the one that the file names, if present",
     )
-    sub.add_argument("--data-root", help="of a file: where data sets are; data/ unless told")
+    sub.add_argument("--data-root", help="for a file: where data sets are; default: data/")
     sub.add_argument(
-        "--model", metavar="MODULE:FUNCTION", help="of a packed file: what builds the model, if it is yours"
+        "--model", metavar="MODULE:FUNCTION", help="for a packed file: what builds the model, if it is yours"
     )
     sub.add_argument("--json", action="store_true", help="print JSON")
     sub = command("recipes", show_recipes, "list recipes, or show one", "mirrorquant recipes cifar10/resnet18/ref")
@@ -699,15 +701,15 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub.add_argument("--out", type=Path, default=Path("figures"))
     sub = command("pack", pack, "a run's network at one bit a weight", "mirrorquant pack runs/NAME -o net.safetensors")
     sub.add_argument("what", type=Path, metavar="RUN", help=f"the run's folder, or its best.mq; {TRUSTED}")
-    sub.add_argument("-o", "--out", type=Path, metavar="FILE", help=f"RUN/packed{PACKED} unless told")
+    sub.add_argument("-o", "--out", type=Path, metavar="FILE", help=f"default: RUN/packed{PACKED}")
     sub.add_argument("--json", action="store_true", help="print JSON")
     sub = command("export", export, "for other runtimes, at one bit a weight", "mirrorquant export runs/NAME --to onnx")
     sub.add_argument("what", type=Path, metavar="RUN-OR-FILE", help="a run, or a packed file")
     sub.add_argument("--to", required=True, choices=packing.FORMATS)
-    sub.add_argument("-o", "--out", type=Path, metavar="FILE", help="beside the source unless told")
-    sub.add_argument("--shape", type=_shape, help="of one input, as in 3x32x32, unless the source tells")
+    sub.add_argument("-o", "--out", type=Path, metavar="FILE", help="default: beside the source")
+    sub.add_argument("--shape", type=_shape, help="of one input, as in 3x32x32; default: what the source says")
     sub.add_argument(
-        "--model", metavar="MODULE:FUNCTION", help="of a packed file: what builds the model, if it is yours"
+        "--model", metavar="MODULE:FUNCTION", help="for a packed file: what builds the model, if it is yours"
     )
     command("kernels", show_kernels, "which kernels run packed networks here", "mirrorquant kernels")
     return parser, list(commands.choices)

@@ -11,12 +11,11 @@ tensor  weights  share of weights per level       gap  beta  |latent|
 weight      512  -0.1: 32 %  0: 38 %  0.1: 30 %  32 %  1     0.065
 >>> for problem in report.problems:
 ...     print(problem)
-rounding moves the weights of weight by 32% of the distance between levels on average, more than 5%, since beta (1)
-times the latents (typically 0.065) is still small: train longer or anneal
-faster, and recalibrate batch norm afterwards (mq.recalibrate)
+rounding moves the weights of weight by 32% of the distance between levels on average, more than 5% (beta is 1,
+the typical |latent| 0.065): train longer or anneal faster, and recalibrate batch norm afterwards (mq.recalibrate)
 
-The typical latent is the median of their absolute values; for a method that is lifted to one number per level, of half
-the lead of the largest. Where β times it is well above 1, most weights are close to their levels.
+The typical |latent| is the median of the absolute values; for methods that have one latent number per level, the median
+of half the difference between the two largest. Where β times it is well above 1, most weights are near their levels.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Health", "HealthWarning", "TensorHealth", "health"]
 
 COLLAPSED = 0.999  # share of the weights on one level
-FEWEST = 64  # weights: below, one level may well be all that is needed
+FEWEST = 64  # weights: for a smaller tensor, one level may well be right
 WIDEST_GAP = 0.05  # of the distance between levels; weights spread evenly have 0.25
 
 
@@ -50,7 +49,7 @@ class HealthWarning(UserWarning):
 
 @dataclass(frozen=True)
 class TensorHealth:
-    """A quantized tensor: how its rounded weights use the levels, and how far they are from the present ones."""
+    """A quantized tensor: how its rounded weights use the levels, and how far they are from the current ones."""
 
     name: str
     levels: Levels
@@ -62,7 +61,7 @@ class TensorHealth:
 
     @property
     def collapsed(self) -> bool:
-        """Whether (almost) all of its weights, and there are many, round to one level."""
+        """Whether there are many weights, and (almost) all of them round to one level."""
         return self.count >= FEWEST and max(self.shares) >= COLLAPSED
 
     @property
@@ -98,17 +97,16 @@ class Health:
 
     @property
     def gaps(self) -> list[str]:
-        """Tensors that rounding changes much, in one line."""
+        """Tensors that rounding would change a lot, in one line."""
         wide = [t for t in self.tensors if t.gap > WIDEST_GAP]
         if not wide:
             return []
         worst = max(wide, key=lambda t: t.gap)
-        others = f" ({len(wide)} of {len(self.tensors)} tensors have such a gap)" if len(wide) > 1 else ""
+        others = f"; {len(wide)} of {len(self.tensors)} tensors have such a gap" if len(wide) > 1 else ""
         return [
             f"rounding moves the weights of {worst.name} by {worst.gap:.0%} of the distance between levels on average, "
-            f"more than {WIDEST_GAP:.0%}{others}, since beta ({worst.beta:.3g}) times the latents (typically "
-            f"{worst.latent:.2g}) is still small: train longer or anneal faster, and recalibrate batch norm afterwards "
-            "(mq.recalibrate)"
+            f"more than {WIDEST_GAP:.0%} (beta is {worst.beta:.3g}, the typical |latent| {worst.latent:.2g}{others}): "
+            "train longer or anneal faster, and recalibrate batch norm afterwards (mq.recalibrate)"
         ]
 
     def __str__(self) -> str:
@@ -128,10 +126,10 @@ class Health:
 
 
 def health(opt: MirrorDescent) -> Health:
-    """How the quantized tensors of an optimizer are, with the model's weights as they stand.
+    """Reports how an optimizer's quantized tensors are doing, with the model's weights as they are now.
 
     Call it during training, outside ``quantized()``, to see whether the network could be rounded now; ``finalize()``
-    warns of the same problems. Of distributed tensors, each process sees its own part.
+    warns of the same problems. With distributed tensors, each process reports on its own part.
     """
     found = []
     with torch.no_grad():
@@ -139,20 +137,20 @@ def health(opt: MirrorDescent) -> Health:
             for name, weight, latent in zip(q.names, q.weights, q.latents, strict=True):
                 levels = q.method.levels
                 rounded = weight if levels.holds(weight.detach()) else q.method.round(latent, q.beta)
-                shares, gap = _compared(_local(weight.detach()), _local(rounded.detach()), levels)
-                typical = _typical(_local(latent), _local(weight))
+                shares, gap = _compared(local(weight.detach()), local(rounded.detach()), levels)
+                typical = _typical(local(latent), local(weight))
                 found.append(TensorHealth(name, levels, weight.numel(), shares, gap, float(q.beta), typical))
     return Health(tuple(found))
 
 
 def advice(opt: MirrorDescent, learnt: Collection[Tensor]) -> str:
-    """What is wrong with the weights that some parameters are about to start from; empty where nothing is.
+    """A warning about the initial weights of some parameters; empty if there is nothing to warn about.
 
-    Called while the parameters still have their initial values. One that is constant, as zeros are, says nothing about
-    the scale that levels should have.
+    Called while the parameters still have their initial values. Constant ones, such as zeros, are left out: they say
+    nothing about the scale that levels should have.
     """
     pairs = [pair for q in opt._quantized() for pair in zip(q.names, q.weights, strict=True)]
-    initial = {name: _local(weight.detach()) for name, weight in pairs if weight in learnt}
+    initial = {name: local(weight.detach()) for name, weight in pairs if weight in learnt}
     collapsed = [t for t in health(opt).tensors if t.collapsed and t.name in initial and initial[t.name].numel()]
     collapsed = [t for t in collapsed if bool((initial[t.name] != initial[t.name].flatten()[0]).any())]
     if not collapsed:
@@ -161,20 +159,21 @@ def advice(opt: MirrorDescent, learnt: Collection[Tensor]) -> str:
     names = [t.name for t in collapsed]
     size = float(torch.cat([initial[name].abs().double().flatten() for name in names]).mean())
     near = [f"{t:g}" for pair, t in zip(pairwise(levels), levels.thresholds, strict=True) if level in pair]
+    thresholds = "thresholds are" if len(near) > 1 else "threshold is"
     remedy = "choose levels on the scale of the weights"
     if levels.centre == 0 and size > 0:
         known = {BINARY: "mq.BINARY", TERNARY: "mq.TERNARY"}.get(levels, f"mq.{levels}")
         remedy += f", as in levels={_scale(levels, size):.2g} * {known}"
     return (
         f"all weights of {len(names)} of {len(initial)} quantized tensors ({listed(names)}) start at the level "
-        f"{level:g}: the nearest thresholds are {' and '.join(near)}, but the mean |weight| is {size:.2g}. Training "
+        f"{level:g}: the nearest {thresholds} {' and '.join(near)}, but the mean |weight| is {size:.2g}. Training "
         f"may never leave it; {remedy}"
     )
 
 
 def _scale(levels: Levels, size: float) -> float:
-    """Times the levels, it puts the innermost threshold at 0.7 times the mean |weight| (the rule of ternary weight
-    networks), or the level itself at the mean |weight| where zero is a threshold.
+    """The factor for the levels that puts the innermost threshold at 0.7 times the mean |weight|, which is the rule of
+    ternary weight networks; where zero is a threshold, the innermost level at the mean |weight|.
     """
     inner = min(abs(t) for t in levels.thresholds)
     return 0.7 * size / inner if inner else size / min(abs(level) for level in levels)
@@ -188,9 +187,10 @@ def unwarned() -> Iterator[None]:
         yield
 
 
-def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
+def local(tensor: Tensor) -> Tensor:
+    """The part of a distributed tensor that is in this process; any other tensor as it is."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 def _compared(weight: Tensor, rounded: Tensor, levels: Levels) -> tuple[tuple[float, ...], float]:
@@ -204,7 +204,7 @@ def _compared(weight: Tensor, rounded: Tensor, levels: Levels) -> tuple[tuple[fl
 
 
 def _typical(latent: Tensor, weight: Tensor) -> float:
-    """The median of |latent|; of one that is lifted, of half the difference between the two largest entries."""
+    """The median of |latent|; for one number per level, that of half the difference between the two largest."""
     if not latent.numel():
         return 0.0
     if latent.dim() > weight.dim():

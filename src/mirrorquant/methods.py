@@ -9,7 +9,7 @@ model's weight is its image. One step k, with β_k the annealing hyperparameter:
     latent      = settle(latent, β, lr)              # default: unchanged
     weight      = project(latent, β_{k+1})
 
-A method of one's own is a subclass, usable as an object, or by its name once it is defined:
+A custom method is a subclass, usable as an object, or by its name once it is defined:
 
 >>> import mirrorquant as mq
 >>> class Clip(mq.Method):
@@ -20,7 +20,7 @@ A method of one's own is a subclass, usable as an object, or by its name once it
 >>> mq.methods.get("clip", mq.BINARY)
 Clip(levels=Levels(-1.0, 1.0))
 
-A projection of one's own needs no method at all:
+A custom projection needs no method at all:
 
 >>> arctan = mq.mirror_from(lambda x: 2 / torch.pi * torch.atan(x), (-1, 1))
 >>> method = mq.methods.MD(mirror=arctan)
@@ -413,26 +413,30 @@ class MDSoftmaxPrimal(MDSoftmax):
         return gather(latent, [torch.log(u) for u in self.probabilities(latent, 1.0)])
 
 
-def refuse_bad_hooks(method: Method, weight: Tensor, beta: Beta, name: str) -> Tensor:
-    """A weight's first latent, once each hook has given what it must: the right shape, numbers, and no NaN.
+def refuse_bad_hooks(method: Method, weight: Tensor, beta: Beta, lr: Beta, name: str) -> Tensor:
+    """Tries the hooks of a method on one weight and returns its first latent.
+
+    A hook that returns the wrong shape, NaN or anything but floating-point numbers raises an error that names it.
 
     Args:
         method: the method, custom or not.
         weight: a float32 or float64 copy of the weight.
         beta: the β to start with.
+        lr: the learning rate to start with.
         name: the weight's, for the message.
     """
     if bool(weight.isnan().any()):
         raise ValueError(f"{name} holds NaN, so that there is nothing to quantize: initialize or load the model again")
     latent = _checked(method, "lift", name, method.lift(weight))
     if latent.shape[latent.dim() - weight.dim() :] != weight.shape:
-        expected = f"{tuple(weight.shape)}, after dimensions of its own perhaps"
+        expected = f"{tuple(weight.shape)}, with extra dimensions only in front"
         raise ValueError(_wrong(method, "lift", name, f"shape {tuple(latent.shape)}", expected))
     for hook in ("project", "round"):
         result = _checked(method, hook, name, getattr(method, hook)(latent, beta), weight.shape)
         if not bool(result.isfinite().all()):
             raise ValueError(_wrong(method, hook, name, "inf", "finite numbers"))
     _checked(method, "pull_back", name, method.pull_back(torch.ones_like(weight), latent, beta), latent.shape)
+    _checked(method, "settle", name, method.settle(latent.clone(), beta, lr), latent.shape)
     return latent.clone()
 
 
@@ -454,7 +458,7 @@ def _wrong(method: Method, hook: str, name: str, given: str, expected: str) -> s
 
 
 def get(method: str | Method, levels: Iterable[float] | None = None) -> Method:
-    """A method by name, for the given levels (binary unless told); a method object as it is.
+    """A method by name, for the given levels (binary by default); a method object as it is.
 
     >>> get("md-tanh-s", [-1, 0, 1])
     MDTanhS(levels=Levels(-1.0, 0.0, 1.0))

@@ -19,8 +19,9 @@ tensor([-1.,  1.])
 What the gradient scaler, gradient clipping and learning-rate schedulers look at are the groups of this optimizer: they
 hold the model's parameters. The base optimizer's groups hold the latents; hyperparameters are copied across each step.
 
-The latents own the weights, so weights that are changed behind the optimizer's back are an error at the next step. For
-early stopping, save both states and load both, in either order:
+The latents own the weights, so weights that are changed behind the optimizer's back are an error at the next step
+(changes through ``.data`` are only noticed by ``finalize()``; a step overwrites them). For early stopping, save both
+states and load both, in either order:
 
 >>> import copy
 >>> opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model), lr=0.1), anneal=mq.anneal.geometric(1.5))
@@ -33,7 +34,7 @@ early stopping, save both states and load both, in either order:
 >>> opt.load_state_dict(best[1])
 
 A ``model.state_dict()`` saved inside ``quantized()`` is on the levels already: load it and call ``finalize()``, which
-takes such weights as they are.
+keeps such weights.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from torch.optim import Optimizer
 from mirrorquant import _owners, methods
 from mirrorquant import anneal as _anneal
 from mirrorquant.anneal import Schedule
-from mirrorquant.health import HealthWarning, advice, health
+from mirrorquant.health import HealthWarning, advice, health, local
 from mirrorquant.levels import Levels
 from mirrorquant.methods import REF, Method
 from mirrorquant.mirrors import Beta
@@ -64,6 +65,7 @@ Closure = Callable[[], Any]
 _OURS = ("method", "anneal", "beta")
 _SAVED = ("levels", "steps", "finalized", "base_class", "fresh", "kept")  # beside these, in the groups of a state
 _LATENT = "latent"
+_LEAST_HALF = 2.0**-24  # the smallest float16 above zero
 
 
 class Quantized(NamedTuple):
@@ -167,7 +169,7 @@ class MirrorDescent(Optimizer):
         try:
             named = zip(self._names(len(self.param_groups) - 1), group["params"], strict=True)
             learnt = [(n, p) for n, p in named if p.requires_grad and not isinstance(method, REF)]
-            latents = {p: self._new_latent(p, method, group["beta"], name) for name, p in learnt}
+            latents = {p: self._new_latent(p, group, name) for name, p in learnt}
         except BaseException:
             self.param_groups.pop()
             raise
@@ -225,16 +227,16 @@ class MirrorDescent(Optimizer):
         """Rounds for good: each quantized weight is now exactly one of its levels, which is checked.
 
         Steps after it train what stayed in float, as ProxQuant does at the end. Weights that were loaded into the model
-        meanwhile are taken as they are where they are on their levels already, and are an error where they are not.
+        in the meantime are kept if they are on their levels, and are an error if not.
 
-        Batch-norm statistics are still those of the soft weights, and lag behind those too: where accuracy drops here,
-        :func:`mirrorquant.recalibrate` takes them anew from data.
+        Batch-norm statistics still belong to the soft weights, and lag behind even those: if accuracy drops here,
+        :func:`mirrorquant.recalibrate` recomputes them from data.
 
         Raises:
             RuntimeError: a weight was changed behind the optimizer's back, or is NaN; nothing was rounded.
 
         Warns:
-            HealthWarning: rounding changed the network much, or left a tensor with one level.
+            HealthWarning: rounding changed the network a lot, or left a tensor with a single level.
         """
         with torch.no_grad():
             taken = {} if self.finalized else self._taken()
@@ -333,35 +335,44 @@ class MirrorDescent(Optimizer):
     def _taken(self) -> dict[Tensor, Tensor]:
         """The latents of weights that were replaced by levels, with what takes their place; refuses other changes.
 
-        The values count here, since a version does not tell of changes through ``.data``.
+        Values are compared, since changes through ``.data`` do not show in the version.
         """
         taken = {}
         for q in self._quantized():
             for name, weight, latent in zip(q.names, q.weights, q.latents, strict=True):
                 if self._is_ours(q, weight, latent):
                     continue
-                own, diverged = q.method.lift(_wide(weight)), bool(_local(latent).isnan().any())
+                own, diverged = q.method.lift(_wide(weight)), bool(local(latent).isnan().any())
                 if not q.method.levels.holds(weight.detach()) or not _equal(weight, q.method.round(own, q.beta)):
                     raise RuntimeError(_diverged(name) if diverged else self._changed(name, "finalize()"))
                 taken[latent] = own
         return taken
 
     @torch.no_grad()
+    def _follow_loaded(self) -> None:
+        """Latents of weights that were loaded after finalize(): a state saved now must give these weights back."""
+        for q in self._quantized() if self.finalized else ():
+            for weight, latent in zip(q.weights, q.latents, strict=True):
+                if not _equal(weight, q.method.round(latent, q.beta)):
+                    latent.copy_(q.method.lift(_wide(weight)))
+
+    @torch.no_grad()
     def _is_ours(self, q: Quantized, weight: Tensor, latent: Tensor) -> bool:
         """Whether a weight still is the image of its latent, or the rounded one; once finalized, whether on its levels.
 
         Up to rounding, since another device, compiler or number of threads may have computed it; where the version
-        does not tell of a change, up to a conversion to half precision and back.
+        shows no change, up to a conversion to half precision and back.
         """
         if self.finalized:
             return q.method.levels.holds(weight.detach())
         unchanged = self._version(weight) == weight._version
         if unchanged and self._versions[weight][1] != latent._version:
             return True  # it is the latent that was changed
-        tolerance = 2.0**-8 if unchanged else 8 * torch.finfo(weight.dtype).eps
+        error = 8 * torch.finfo(latent.dtype).eps  # of the projection, which is computed in the latent's precision
+        relative = max(error, 2.0**-8 if unchanged else torch.finfo(weight.dtype).eps)
+        absolute = error * max(map(abs, q.method.levels)) + _LEAST_HALF
         image = q.method.project(latent, q.beta)
-        size = tolerance * max(map(abs, q.method.levels))
-        return _close(weight, image, tolerance, size) or _equal(weight, q.method.round(latent, q.beta))
+        return _close(weight, image, relative, absolute) or _equal(weight, q.method.round(latent, q.beta))
 
     def _changed(self, name: str, doing: str) -> str:
         if self.finalized:
@@ -378,10 +389,10 @@ class MirrorDescent(Optimizer):
 
     def _refuse_unrounded(self, q: Quantized, name: str, weight: Tensor, latent: Tensor) -> None:
         """Raises where rounding would not give levels."""
-        if bool(_local(latent).isnan().any()):  # infinite is where a primal point has reached its level
+        if bool(local(latent).isnan().any()):  # infinite is where a primal point has reached its level
             raise RuntimeError(_diverged(name))
         kind = type(q.method).__name__
-        if bool(_local(q.method.project(latent, q.beta)).isnan().any()):
+        if bool(local(q.method.project(latent, q.beta)).isnan().any()):
             raise RuntimeError(f"{kind}.project gives NaN for {name} at beta {float(q.beta):g}; nothing was rounded")
         if self.finalized and not q.method.levels.holds(weight.detach()):
             raise RuntimeError(self._changed(name, "finalize()"))
@@ -406,15 +417,16 @@ class MirrorDescent(Optimizer):
         """What the base optimizer moves: the latents, or the weights themselves where they stay in float."""
         return [self.state.get(p, {}).get(_LATENT, p) for p in group["params"]]
 
-    def _new_latent(self, weight: Tensor, method: Method, beta: Beta, name: str) -> Tensor:
+    def _new_latent(self, weight: Tensor, group: dict[str, Any], name: str) -> Tensor:
         """A float32 (float64 for float64) tensor, in the weight's layout."""
+        method: Method = group["method"]
         if not weight.is_floating_point():
             raise TypeError(f"{name} is {weight.dtype}, but only floating-point parameters can be quantized")
         levels = method.levels.tensor(weight)
         if len(set(levels.tolist())) < len(levels) or not bool(levels.isfinite().all()):
             raise ValueError(f"{method.levels} are not finite and distinct in {weight.dtype}: choose others")
         with torch.no_grad():
-            return methods.refuse_bad_hooks(method, _wide(weight), beta, name)
+            return methods.refuse_bad_hooks(method, _wide(weight), group["beta"], group.get("lr", 1.0), name)
 
     def _evaluate(self, closure: Closure) -> Any:
         self._write(rounded=False)
@@ -501,6 +513,7 @@ class MirrorDescent(Optimizer):
         """
         try:
             self._refuse_changed("loading it")
+            self._follow_loaded()
         except RuntimeError as error:  # not an error: tools ask for a state before they load one
             warnings.warn(f"the optimizer's state does not belong to the model's weights: {error}", stacklevel=2)
         state, base = super().state_dict(), self.base.state_dict()
@@ -664,18 +677,12 @@ def _wide(weight: Tensor) -> Tensor:
     return weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """A distributed tensor's part in this process; any other as it is."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
-
-
 def _close(weight: Tensor, image: Tensor, relative: float, absolute: float) -> bool:
-    return torch.allclose(_local(_wide(weight)), _local(_wide(image)), relative, absolute, equal_nan=True)
+    return torch.allclose(local(_wide(weight)), local(_wide(image)), relative, absolute, equal_nan=True)
 
 
 def _equal(weight: Tensor, rounded: Tensor) -> bool:
-    return torch.equal(_local(weight), _local(rounded.to(weight.dtype)))
+    return torch.equal(local(weight), local(rounded.to(weight.dtype)))
 
 
 def _capturing() -> bool:

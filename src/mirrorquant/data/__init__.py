@@ -39,7 +39,7 @@ def names() -> tuple[str, ...]:
 def load(name: str, root: str | PathLike[str] = "data", *, download: bool = True) -> Data:
     """The data set of that name, its files looked for in the folder `root`, and else downloaded there.
 
-    With `download=False` missing files raise `DataError`, which says how to get them: for names that come out of
+    With `download=False` missing files raise `DataError`, which says how to get them: for names that come from
     somebody else's file.
 
     `folder:PATH` takes images of your own, `folder:PATH:SIZE` at another size than 64×64 (see

@@ -38,7 +38,7 @@ def fetch(url: str, md5: str, target: Path, remedy: str) -> None:
 
 
 def command(name: str, root: Path) -> str:
-    """What to run for a download, as the end of an error where none was asked for."""
+    """How to download a data set, for the error that is raised when downloading is off."""
     call = f"from mirrorquant import data; data.load({json.dumps(name)}, {json.dumps(str(root))})"
     return f"Or download it: python -c {shlex.quote(call)}"
 

@@ -1,4 +1,4 @@
-"""A folder of one's own images, one subfolder a class: `folder:PATH`, or `folder:PATH:SIZE` for images of SIZE×SIZE.
+"""A folder of your own images, one subfolder per class: `folder:PATH`, or `folder:PATH:SIZE` for images of SIZE×SIZE.
 
     PATH/train/<class>/*.png, PATH/val/<class>/*.png, PATH/test/<class>/*.png
     PATH/<class>/*.png, which is split here: of each class 80 % train, 10 % val, 10 % test

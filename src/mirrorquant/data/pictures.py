@@ -49,8 +49,8 @@ def decode(paths: Sequence[Path], size: int, *, fit: bool, remedy: str) -> Tenso
 def decode_once(paths: Sequence[Path], size: int, cache: Path, *, remedy: str) -> Tensor:
     """What `decode` gives without `fit`, kept in the file `cache` for the next time.
 
-    It starts with a digest of the names, sizes and times of the image files: a cache of other files is made anew. A
-    digest of the pixels follows; a cache that is damaged is refused by name.
+    It starts with a digest of the names, sizes and times of the image files: a cache of other files is rebuilt. A
+    digest of the pixels follows; a damaged cache raises `DataError`, which names it.
     """
     key = _state(paths, size, remedy)
     shape = (len(paths), 3, size, size)

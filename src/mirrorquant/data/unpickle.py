@@ -85,7 +85,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle(path: Path, *, limit: int, remedy: str) -> object:
-    """What a pickle of at most `limit` bytes holds, arrays of bytes as tensors; anything else is refused by name."""
+    """What a pickle of at most `limit` bytes holds, arrays of bytes as tensors; anything else raises `DataError`."""
     try:
         with _files.open_regular(path) as file:
             content = file.read(limit + 1)

@@ -38,7 +38,7 @@ def names() -> list[str]:
 
 
 def build(name: str, classes: int, **options: Any) -> nn.Module:
-    """Build a model by name, or by ``"module:function"`` for a function of one's own that returns a model.
+    """Build a model by name, or by ``"module:function"`` for your own function that returns a model.
 
     Args:
         name: one of :func:`names`, or ``"module:function"``. The function of a user is called with

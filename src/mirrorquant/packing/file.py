@@ -344,7 +344,7 @@ def read(path: str | os.PathLike[str]) -> Contents:
 @contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     try:
-        with Path(path).open("rb") as file:
+        with _files.open_regular(path) as file:
             yield file
     except OSError as error:
         raise PackError(f"{path} cannot be read ({error.strerror})") from error

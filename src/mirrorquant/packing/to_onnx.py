@@ -192,6 +192,7 @@ class OnnxModel(nn.Module):
         except ImportError as error:
             raise PackError("running ONNX files needs onnxruntime: pip install 'mirrorquant[onnx]'") from error
         try:
+            _files.open_regular(path).close()  # a FIFO would be waited for forever
             self.session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         except Exception as error:
             raise PackError(f"{path} cannot be read by ONNX Runtime ({str(error).splitlines()[0]})") from error

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mirrorquant import _files
 from mirrorquant.levels import BINARY
 from mirrorquant.packing.bits import PackedTensor, PackError, layout, unpack_bits
 from mirrorquant.packing.export import Window
@@ -190,6 +191,8 @@ class OpenVinoModel(nn.Module):
         super().__init__()
         self.core = ov.Core()
         try:
+            for file in filter(Path.exists, (path, path.with_suffix(".bin"))):
+                _files.open_regular(file).close()  # a FIFO would be waited for forever
             self.model = self.core.read_model(str(path))
         except Exception as error:
             raise PackError(f"{path} cannot be read by OpenVINO ({_reason(error)})") from error

@@ -115,7 +115,7 @@ def previous(path: Path) -> Path:
 class Best:
     """The best rounded network of a run, as its ``best.mq`` holds it: the types are checked, the tensors are not yet.
 
-    ``images`` are the number of classes and the shape of one image, where the file tells them.
+    ``images`` are the number of classes and the shape of one image, if the file says so.
     """
 
     path: Path
@@ -133,7 +133,7 @@ def load_best(path: Path) -> Best:
         if not isinstance(model, dict) or not all(isinstance(k, str) and _plain(v) for k, v in model.items()):
             raise ValueError("its model is not a dictionary of tensors")
         if not isinstance(config, str):
-            raise ValueError(f"its config is {_shown(config)}, expected a text")
+            raise ValueError(f"its config is {_shown(config)}, expected a string")
         if images is not None:
             if not isinstance(images, dict) or not isinstance(images.get("shape"), list):
                 raise ValueError(f"its images are {_shown(images)}, expected classes and shape")
@@ -159,7 +159,7 @@ def fill(model: nn.Module, best: Best) -> None:
 def check_state(state: dict[str, Any], model: nn.Module, optimizer: MirrorDescent, iterations: int) -> None:
     """Raises ValueError unless a run with this model and this optimizer can go on from a state.
 
-    Names, types, shapes and ranges are compared, and that no weight is NaN; the numbers themselves can be anything.
+    Checks names, types, shapes and ranges, and that no weight is NaN, but not the numbers themselves.
     """
     step = _whole(state.get("step"), 0, iterations, "step")
     best_step = _whole(state.get("best_step"), -1, step, "best_step")
@@ -185,7 +185,7 @@ def check_state(state: dict[str, Any], model: nn.Module, optimizer: MirrorDescen
 
 
 def _check(path: Path, check: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
-    """Runs a check, or loads a state: a crafted one can fail in any way whatever."""
+    """Runs a check, or loads a state: a crafted file can fail in any way."""
     try:
         check(state)
     except Exception as error:
@@ -204,7 +204,7 @@ def _check_model(found: object, model: nn.Module, what: str) -> None:
 
 
 def _check_optimizer(found: object, optimizer: MirrorDescent, step: int) -> None:
-    """Compares a state of the optimizer; that of its base optimizer may stand apart in it, under "base"."""
+    """Compares a state of the optimizer; that of version 0.1 keeps its base optimizer's apart, under "base"."""
     parts = [(found, optimizer.state_dict()["param_groups"], "optimizer")]
     if isinstance(found, dict) and isinstance(found.get("base"), dict) and "state" in found["base"]:
         parts.append((found["base"], optimizer.base.state_dict()["param_groups"], "base optimizer"))
@@ -235,7 +235,7 @@ def _check_groups(found: object, expected: list[dict[str, Any]], what: str) -> N
         needed = {"params", "method", "levels", *_SCHEDULED} & set(theirs)
         if not isinstance(mine, dict) or not needed <= set(mine):
             raise ValueError(f"a group of the {what} lacks a part of its state")
-        for key in (set(mine) & set(theirs)) - _PROGRESS:  # what only one of them has came or went with a version
+        for key in (set(mine) & set(theirs)) - _PROGRESS:  # a key of only one of them was added or removed by a version
             if key in _SCHEDULED:
                 _number(mine[key], 0, 1e38, f"{key} of the {what}")
             elif type(mine[key]) is not type(theirs[key]) or mine[key] != theirs[key]:

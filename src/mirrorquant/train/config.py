@@ -52,9 +52,9 @@ class ConfigError(ValueError):
 class Config:
     """Everything that a run depends on. The first part comes from a recipe; any key can be overridden.
 
-    ``augment``: crop-flip, shift, none ...; the data set's own unless told. ``eval_every``: the rounded network is
+    ``augment``: crop-flip, shift, none ...; by default the data set's own. ``eval_every``: the rounded network is
     validated at this cadence. ``checkpoint_every``: in iterations; 0 is once a minute. ``recalibrate``: training
-    batches from which the batch-norm statistics of the rounded network are taken anew before the final test; 0 keeps
+    batches from which the batch-norm statistics of the rounded network are recomputed before the final test; 0 keeps
     those of the soft weights, as the paper does. ``precision``: float32, or bfloat16 autocast. ``engine``: graph is the
     fast step of ``train/fast.py``, eager the plain one. What is auto (or None) is chosen for speed: on the CPU that is
     channels_last alone. ``threads``: on the CPU, 0 for torch's own choice.
@@ -210,7 +210,7 @@ class Config:
 
     @property
     def torch_device(self) -> torch.device:
-        """The device: CUDA where there is one, unless told."""
+        """The device; auto is CUDA where there is one."""
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if not re.fullmatch(r"cpu|cuda|cuda:(0|[1-9]\d?)", self.device, re.ASCII):
@@ -232,7 +232,7 @@ class Config:
         return torch.bfloat16 if half else torch.float32
 
     def wants(self, key: str) -> bool:
-        """Whether ``compile`` or ``channels_last`` is on; unless told, the one on CUDA and the other everywhere."""
+        """Whether ``compile`` or ``channels_last`` is on; by default, the former on CUDA and the latter everywhere."""
         value: bool | None = getattr(self, key)
         return (key == "channels_last" or self.torch_device.type == "cuda") if value is None else value
 

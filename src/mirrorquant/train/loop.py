@@ -14,6 +14,7 @@ import os
 import platform
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -44,7 +45,7 @@ if TYPE_CHECKING:  # imported where they are used: they bring the compiler along
     from mirrorquant.train.fast import FastStep
     from mirrorquant.train.fast_score import FastScore
 
-__all__ = ["Interrupted", "Run", "RunError", "accuracy", "recalibrate"]
+__all__ = ["Interrupted", "Run", "RunError", "accuracy"]
 
 EVAL_BATCH = 500
 BINS = 61
@@ -180,7 +181,7 @@ class Run:
                 self._sync()
                 with unwarned():
                     self.opt.finalize()
-                self.fast = self.score = None  # built anew, for what stays to train
+                self.fast = self.score = None  # rebuilt, for what is still trained
             logged = self.step % config.log_every == 0 or self.step == config.iterations
             if logged:
                 text = self._log()
@@ -423,7 +424,7 @@ class Run:
         state = checkpoint.load_newest(self.folder / "checkpoint.mq", self.messages.append, self._restore)
         if state is None:
             if (self.folder / "metrics.jsonl").exists():
-                self.messages.append(f"there is no checkpoint in {self.folder}: beginning anew")
+                self.messages.append(f"there is no checkpoint in {self.folder}: starting over")
             return
         if not self._is_of_this_run(state):
             raise RunError(f"{self.folder / 'checkpoint.mq'} belongs to another configuration than config.json")
@@ -465,7 +466,7 @@ class Run:
         if off:
             raise RunError(f"the best network has weights off their levels in {', '.join(off)}: please report this")
         for problem in [*health(self.opt).collapses, *problems]:
-            self._say(f"warning: {problem}")
+            print(f"warning: {problem}", file=sys.stderr, flush=True)  # it is not progress, which quiet leaves out
         if self.config.recalibrate:
             batches = (self.loader.batch(k)[0] for k in range(self.config.recalibrate))
             recalibrate(self.model, batches)

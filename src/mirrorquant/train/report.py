@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from mirrorquant import _files
+from mirrorquant._text import printable
 
 __all__ = ["Metrics", "MetricsError", "Progress", "first_line", "read_metrics"]
 
@@ -56,16 +57,16 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
         row = _files.parse_json(line)
     except (ValueError, RecursionError) as error:
-        raise MetricsError(f"{place}: not JSON ({error}); mend or remove the line") from error
+        raise MetricsError(f"{place}: not JSON ({error}); fix or remove the line") from error
     if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
         raise MetricsError(f'{place}: expected a JSON object with a "kind", found {line[:60]!r}')
     step = row.get("step", None if row["kind"] in _NUMBERS else 0)
     if type(step) is not int or not 0 <= step <= 1e15:
-        raise MetricsError(f"{place}: step is {str(step)[:60]}, expected a whole number; mend or remove the line")
+        raise MetricsError(f"{place}: step is {str(step)[:60]}, expected a whole number; fix or remove the line")
     for name in _NUMBERS.get(row["kind"], ()):  # lines of other kinds may hold anything
         value = row.get(name)
         if type(value) is not float and (type(value) is not int or abs(value) > 1e15):
-            raise MetricsError(f"{place}: {name} is {str(value)[:60]}, expected a number; mend or remove the line")
+            raise MetricsError(f"{place}: {name} is {str(value)[:60]}, expected a number; fix or remove the line")
     return row
 
 
@@ -87,7 +88,7 @@ class Metrics:
             raise MetricsError(f"the metrics in {folder} cannot be written ({error.strerror})") from error
 
     def _kept(self, content: bytes, steps_done: int, seal: Mapping[str, Any] | None) -> bytes:
-        """What was recorded up to a checkpoint; lines after it are recorded anew."""
+        """What was recorded up to a checkpoint; lines after it are recorded again."""
         if seal is None:  # by a version that did not seal them
             kept = [row for row in _rows(content, self.path) if row.get("step", 0) <= steps_done]
             return "".join(json.dumps(row) + "\n" for row in kept).encode()
@@ -212,6 +213,7 @@ class Progress:
 
     def say(self, message: str) -> None:
         """A message beside the bar."""
+        message = printable(message)  # it may quote a stranger's file
         if self.bar is not None:
             self.bar.console.print(message, highlight=False, markup=False)
         elif not self.quiet:

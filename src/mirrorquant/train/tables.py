@@ -218,7 +218,7 @@ def _read(file: Path) -> _Run | None:
     try:
         summary = _files.parse_json(_files.read_regular(file))
     except (OSError, ValueError, RecursionError) as error:
-        raise TableError(f"{file}: not readable as JSON ({error}); mend or remove it") from error
+        raise TableError(f"{file}: not readable as JSON ({error}); fix or remove it") from error
     if not isinstance(summary, dict) or "recipe" not in summary or file.name == "config.json":
         return None
     try:

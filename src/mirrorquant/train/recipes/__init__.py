@@ -36,7 +36,7 @@ and, only where it has a meaning,
 ``width``          channels of the first convolution of DigitsNet
 ``augment``        where it is not the data set's own
 ``threads``        on the CPU, where torch's own choice is slow
-``precision``      where bfloat16, which a GPU computes in unless told, does harm
+``precision``      where bfloat16, the default on a GPU, does harm
 ``paper``          test accuracy in the paper's table, in percent
 ``eval_every``     iterations between validations; likewise ``log_every``, ``checkpoint_every`` and
                    ``histogram_every``
