@@ -139,7 +139,7 @@ class Writer(Protocol):
         """What the network returns."""
 
     def save(self, path: Path, about: str) -> None:
-        """Writes the file, with what is told of the model."""
+        """Writes the file, with the metadata of the model."""
 
 
 class Window:

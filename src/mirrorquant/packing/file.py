@@ -95,7 +95,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, about: dict[str, Any
 def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, fuse: bool = True) -> PackedModel:
     """A model from a packed file; it runs packed, and :func:`mirrorquant.unpack` gives the plain one.
 
-    Its attribute ``about`` is what the writer told of it.
+    Its attribute ``about`` is the metadata that it was saved with.
 
     Args:
         path: what :func:`save` wrote.
@@ -116,7 +116,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, fuse: 
 
 
 def about_of(model: nn.Module, about: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What is told of a model: by the caller, or else by the file that it was loaded from."""
+    """The metadata of a model: the caller's, or else that of the file it was loaded from."""
     if not isinstance(about, dict | None):
         raise PackError(f"about is {about!r}, expected a dictionary")
     if about is not None:
@@ -126,7 +126,7 @@ def about_of(model: nn.Module, about: dict[str, Any] | None = None) -> dict[str,
 
 
 def about_text(about: dict[str, Any]) -> str:
-    """What is told of a model, as JSON for the files of other runtimes."""
+    """The metadata of a model, as JSON for the files of other runtimes."""
     try:
         return _text({"about": about})
     except (TypeError, ValueError, RecursionError) as error:

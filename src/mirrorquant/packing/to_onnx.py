@@ -182,7 +182,7 @@ class OnnxWriter:
 class OnnxModel(nn.Module):
     """An ONNX file that ONNX Runtime runs on the CPU, as a model that takes and returns tensors.
 
-    ``about`` is what the writer told of it.
+    ``about`` is the metadata it was exported with.
     """
 
     def __init__(self, path: Path) -> None:

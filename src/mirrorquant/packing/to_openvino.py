@@ -184,7 +184,7 @@ class OpenVinoWriter:
 class OpenVinoModel(nn.Module):
     """OpenVINO IR that the CPU plugin runs in float32, as a model that takes and returns tensors.
 
-    ``about`` is what the writer told of it. A file for one image at a time is reshaped for the batch that comes.
+    ``about`` is the metadata it was exported with. A file for one image at a time is reshaped to each batch.
     """
 
     def __init__(self, path: Path) -> None:
