@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed import (
     SHAPES,
+    agree,
     held_as_bits,
     images,
     network,
@@ -115,6 +116,21 @@ def folder(tmp_path_factory):
     FOLDER.append(tmp_path_factory.mktemp("packed"))
     yield
     FOLDER.clear()
+
+
+@torch.no_grad()
+def test_files_of_version_0_1_are_read_to_the_bit():
+    """Binary and ternary weights, with a scale per row and per tensor, of a model that the file itself describes."""
+    folder = Path(__file__).with_name("fixtures")
+    expected = json.loads((folder / "packed-0.1.json").read_text())
+    loaded = mq.load(folder / "packed-0.1.safetensors")
+    model, x = mq.unpack(loaded).eval(), torch.linspace(-1, 1, 128).reshape(2, 1, 8, 8)
+    content = {name: bytes(t.reshape(-1).view(torch.uint8).tolist()) for name, t in model.state_dict().items()}
+    assert {name: hashlib.sha256(value).hexdigest() for name, value in content.items()} == expected["sha256"]
+    assert loaded.about == expected["about"]
+    agree(loaded(x), model, x)
+    reference = torch.tensor(expected["output"], dtype=torch.float64)
+    torch.testing.assert_close(model.double()(x.double()), reference, rtol=0, atol=1e-9)
 
 
 def test_other_tools_can_read_it(tmp_path):
