@@ -47,7 +47,7 @@ def optimizer(name: str, device: torch.device) -> torch.optim.Optimizer:
     base = torch.optim.Adam(weights(device), lr=1e-3, foreach=True)
     if name == "bare":
         return base
-    anneal = mq.anneal.linear(1e-4, start=0.0) if name == "pq" else mq.anneal.geometric(1.02, every=200)
+    anneal = mq.schedules.ramp(1e-4) if name == "pq" else mq.schedules.geometric(1.02, every=200)
     return mq.MirrorDescent(base, method=name, anneal=anneal)
 
 

@@ -34,7 +34,7 @@ def pytest_configure(config):
 
 
 def anneal_for(method):
-    return mq.anneal.linear(0.001, start=0.0) if method == "pq" else mq.anneal.geometric(1.05, every=3)
+    return mq.schedules.ramp(0.001) if method == "pq" else mq.schedules.geometric(1.05, every=3)
 
 
 def small_network(seed=0):

@@ -81,7 +81,7 @@ def test_healthy_small_or_constant_tensors_are_not_talked_about():
 
 def test_the_report_counts_levels_distances_and_latents():
     w = nn.Parameter(torch.tensor([0.02] * 3 + [0.2] * 4 + [-0.6] * 2 + [-1.0]))
-    opt = mq.MirrorDescent(torch.optim.SGD([("w", w)], lr=0.1), "pq", TERNARY, anneal=mq.anneal.linear(1.0, start=0.0))
+    opt = mq.MirrorDescent(torch.optim.SGD([("w", w)], lr=0.1), "pq", TERNARY, anneal=mq.schedules.ramp(1.0))
     (found,) = mq.health(opt).tensors
     assert (found.name, found.levels, found.count) == ("w", TERNARY, 10)
     assert found.shares == pytest.approx((0.3, 0.7, 0.0))
@@ -120,7 +120,7 @@ def test_finalize_tells_of_the_rounding_gap_and_of_collapsed_tensors():
 
 def test_a_hard_network_is_finalized_without_a_word():
     model = network()
-    opt = wrap(model, anneal=mq.anneal.constant(1e4))
+    opt = wrap(model, anneal=mq.schedules.constant(1e4))
     assert max(tensor.gap for tensor in mq.health(opt).tensors) < 0.05
     with warnings.catch_warnings():
         warnings.simplefilter("error", mq.HealthWarning)

@@ -37,7 +37,7 @@ def test_primal_and_dual_form_agree_for_constant_beta_over_200_adam_steps():
     def run(method):
         # Both start from the same primal point w = tanh(β w̃): the primal form's initial projection uses β = 1.
         w = nn.Parameter(start if method == "md-tanh-s" else BETA * start)
-        opt = mq.MirrorDescent(torch.optim.Adam([w], lr=0.01), method=method, anneal=mq.anneal.constant(BETA))
+        opt = mq.MirrorDescent(torch.optim.Adam([w], lr=0.01), method=method, anneal=mq.schedules.constant(BETA))
         path = []
         for k in range(200):
             w.grad = torch.sin(torch.arange(7.0, dtype=torch.float64) + k) + w.detach()
@@ -53,7 +53,7 @@ def test_primal_and_dual_form_agree_under_weight_decay(base):
     paths = []
     for method in ("md-tanh", "md-tanh-s"):
         w = nn.Parameter(torch.zeros(5, dtype=torch.float64))
-        opt = mq.MirrorDescent(base([w], lr=0.01, weight_decay=0.1), method=method, anneal=mq.anneal.constant(BETA))
+        opt = mq.MirrorDescent(base([w], lr=0.01, weight_decay=0.1), method=method, anneal=mq.schedules.constant(BETA))
         for k in range(100):
             w.grad = torch.sin(torch.arange(5.0, dtype=torch.float64) + k / 9)
             opt.step()
@@ -63,7 +63,7 @@ def test_primal_and_dual_form_agree_under_weight_decay(base):
 
 def test_the_primal_form_accumulates_beta_k_times_d_k():
     w, levels = nn.Parameter(torch.tensor([0.3], dtype=torch.float64)), Levels(0, 1)
-    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.01), "md-tanh", levels, anneal=mq.anneal.geometric(1.5))
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.01), "md-tanh", levels, anneal=mq.schedules.geometric(1.5))
     v = 0.3
     for k in range(6):
         w.grad = torch.ones_like(w)
@@ -73,13 +73,13 @@ def test_the_primal_form_accumulates_beta_k_times_d_k():
 
 
 def test_primal_and_dual_form_differ_once_beta_changes():
-    anneal = mq.anneal.geometric(1.02)
+    anneal = mq.schedules.geometric(1.02)
     assert (trajectory("md-tanh", anneal) - trajectory("md-tanh-s", anneal)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(("lifted", "plain"), [("md-softmax-s", "md-tanh-s"), ("md-softmax", "md-tanh")])
 def test_softmax_on_two_levels_is_tanh(lifted, plain):
-    anneal = mq.anneal.geometric(1.01)
+    anneal = mq.schedules.geometric(1.01)
     torch.testing.assert_close(trajectory(lifted, anneal), trajectory(plain, anneal), rtol=0, atol=1e-9)
 
 
@@ -115,7 +115,7 @@ def test_md_tanh_is_the_printed_update_of_tab_eg_projns():
     w0, step, beta = torch.tensor([-0.9, 0.1, 0.7], dtype=torch.float64), 0.05, 4.0
     ratio = (1 + w0) / (1 - w0) * torch.exp(torch.tensor(-2 * beta * step, dtype=torch.float64))
     w = nn.Parameter(torch.atanh(w0))
-    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=step), method="md-tanh", anneal=mq.anneal.constant(beta))
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=step), method="md-tanh", anneal=mq.schedules.constant(beta))
     w.grad = torch.ones_like(w)
     opt.step()
     torch.testing.assert_close(w.detach(), (ratio - 1) / (ratio + 1))
@@ -127,7 +127,7 @@ def test_md_softmax_is_the_printed_update_for_any_number_of_levels(levels):
     w = nn.Parameter(torch.tensor([-0.4, 0.2, 0.9], dtype=torch.float64))
     u = torch.softmax(method.lift(w.detach()), 0)
     q = torch.tensor(levels, dtype=torch.float64)[:, None]
-    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=step), method=method, anneal=mq.anneal.constant(beta))
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=step), method=method, anneal=mq.schedules.constant(beta))
     grad = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     w.grad = grad.clone()
     opt.step()
@@ -138,7 +138,7 @@ def test_md_softmax_is_the_printed_update_for_any_number_of_levels(levels):
 def test_primal_forms_do_not_stick_or_overflow_in_float32():
     for name, size in itertools.product(("md-tanh", "md-softmax"), (1.0, 1e4)):
         w = nn.Parameter(torch.tensor([0.5, -0.5]))
-        opt = mq.MirrorDescent(torch.optim.SGD([w], lr=1.0), method=name, anneal=mq.anneal.constant(1e35))
+        opt = mq.MirrorDescent(torch.optim.SGD([w], lr=1.0), method=name, anneal=mq.schedules.constant(1e35))
         for sign in (1.0, -1.0, 1.0):
             w.grad = torch.tensor([size * sign, -size * sign])
             opt.step()
@@ -163,7 +163,7 @@ def test_a_primal_point_that_has_reached_its_level_stays_there(name, push):
 
 @pytest.mark.parametrize("name", ["md-tanh", "md-softmax"])
 def test_keeping_the_primal_point_changes_nothing_before_it_reaches_a_level(name):
-    paths = [trajectory(method, mq.anneal.geometric(1.002)) for method in (name, f"{name}-primal")]
+    paths = [trajectory(method, mq.schedules.geometric(1.002)) for method in (name, f"{name}-primal")]
     assert paths[0].abs().max() > 0.9
     torch.testing.assert_close(*paths, rtol=0, atol=1e-9)
 
@@ -283,13 +283,15 @@ def test_a_user_adds_a_method_and_a_projection():
             return (beta * latent).clamp(self.levels[0], self.levels[-1])
 
     try:
-        by_name = trajectory("test-hard", mq.anneal.geometric(1.02))
-        assert torch.equal(by_name, trajectory(Hard(), mq.anneal.geometric(1.02)))
+        by_name = trajectory("test-hard", mq.schedules.geometric(1.02))
+        assert torch.equal(by_name, trajectory(Hard(), mq.schedules.geometric(1.02)))
     finally:
         del mq.Method.registry["test-hard"]
     arctan = mq.mirror_from(lambda x: 2 / torch.pi * torch.atan(x), (-1, 1))
-    path = trajectory(methods.MD(mirror=arctan), mq.anneal.geometric(1.05))
-    assert torch.equal(BINARY.nearest(path[-1]), BINARY.nearest(trajectory("md-tanh-s", mq.anneal.geometric(1.05))[-1]))
+    path = trajectory(methods.MD(mirror=arctan), mq.schedules.geometric(1.05))
+    assert torch.equal(
+        BINARY.nearest(path[-1]), BINARY.nearest(trajectory("md-tanh-s", mq.schedules.geometric(1.05))[-1])
+    )
 
 
 def broken(hook, result):
@@ -348,7 +350,7 @@ def test_nan_is_never_rounded_to_a_level():
             return torch.tanh(beta * latent) if beta < 2 else latent * float("nan")
 
     w = nn.Parameter(torch.tensor([0.5, -0.5]))
-    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.1), Late(), anneal=mq.anneal.geometric(2.0))
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.1), Late(), anneal=mq.schedules.geometric(2.0))
     w.grad = torch.ones(2)
     opt.step()
     with opt.quantized():

@@ -173,9 +173,9 @@ def test_several_methods_and_level_sets_side_by_side(tmp_path):
         {"params": model[0].parameters(), "method": "md-softmax-s", "levels": TERNARY},
         {"params": model[1].parameters(), "method": "ref", "lr": 0.1},
         {"params": model[3].parameters(), "method": mq.methods.BC(0.1 * BINARY)},
-        {"params": model[6].parameters(), "anneal": mq.anneal.constant(5.0)},
+        {"params": model[6].parameters(), "anneal": mq.schedules.constant(5.0)},
     ]
-    opt = mq.MirrorDescent(torch.optim.Adam(groups, lr=0.01), method="gd-tanh", anneal=mq.anneal.geometric(2.0))
+    opt = mq.MirrorDescent(torch.optim.Adam(groups, lr=0.01), method="gd-tanh", anneal=mq.schedules.geometric(2.0))
     train(model, opt, 4)
     assert [group["beta"] for group in opt.param_groups] == [16.0, 16.0, 16.0, 5.0]
     assert opt.latent(model[0].weight).shape == (3, *model[0].weight.shape)
@@ -256,7 +256,7 @@ def test_closures_and_lbfgs():
     # LBFGS evaluates several times a step, each time at the image of its own trial point.
     w = nn.Parameter(torch.tensor([0.5, -0.2]))
     base = torch.optim.LBFGS([w], max_iter=5, line_search_fn="strong_wolfe")
-    opt = mq.MirrorDescent(base, "gd-tanh", anneal=mq.anneal.constant())
+    opt = mq.MirrorDescent(base, "gd-tanh", anneal=mq.schedules.constant())
     seen = []
 
     def quadratic():
@@ -296,7 +296,7 @@ def test_the_weights_device_counts_and_not_the_default_one(method):
 
 def test_parameters_without_gradients_are_left_where_they_are(method):
     model = small_network()
-    opt = wrap(model, method, anneal=mq.anneal.constant(1.0))
+    opt = wrap(model, method, anneal=mq.schedules.constant(1.0))
     before = [p.detach().clone() for p in quantized_weights(model)]
     for p in model[0].parameters():
         p.grad = torch.ones_like(p)
@@ -335,7 +335,7 @@ def test_the_memory_added_is_the_latent_and_nothing_that_grows(method):
 def test_a_compiled_step_has_the_projection_of_all_weights_in_one_graph(method, operation):
     torch.compiler.reset()
     model, twin = small_network(), small_network()
-    options = {"base": torch.optim.SGD, "anneal": mq.anneal.geometric(1.05)}
+    options = {"base": torch.optim.SGD, "anneal": mq.schedules.geometric(1.05)}
     opt, plain = wrap(model, method, **options), wrap(twin, method, **options)
     graphs = []
 
@@ -419,7 +419,7 @@ SHARDED = """
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         fully_shard(model)
-        return model, mq.MirrorDescent(base(mq.split(model)), method, anneal=mq.anneal.geometric(1.1))
+        return model, mq.MirrorDescent(base(mq.split(model)), method, anneal=mq.schedules.geometric(1.1))
 
     def train(model, opt, steps):
         for k in steps:
@@ -618,10 +618,10 @@ def test_a_finalized_state_stays_finalized():
 
 def test_loading_under_another_schedule_says_so():
     model = small_network()
-    opt = wrap(model, anneal=mq.anneal.geometric(1.5))
+    opt = wrap(model, anneal=mq.schedules.geometric(1.5))
     train(model, opt, 2)
     with pytest.warns(UserWarning, match="goes on with another schedule"):
-        wrap(small_network(), anneal=mq.anneal.geometric(2.0)).load_state_dict(opt.state_dict())
+        wrap(small_network(), anneal=mq.schedules.geometric(2.0)).load_state_dict(opt.state_dict())
 
 
 def test_a_schedule_that_fails_at_the_loaded_step_changes_nothing():
@@ -731,9 +731,9 @@ def same(a, b):
         ({"levels": [1]}, "two or more"),
         ({"levels": 2}, r"levels are 2, but they must be numbers in a sequence"),
         ({"anneal": 1.02}, r"anneal is 1\.02, but it must be a function of the step"),
-        ({"anneal": mq.anneal.constant(0.5)}, "beta is 0.5 at step 0, but MDTanhS needs a beta from 1 to 1e35"),
+        ({"anneal": mq.schedules.constant(0.5)}, "beta is 0.5 at step 0, but MDTanhS needs a beta from 1 to 1e35"),
         ({"anneal": lambda k: float("nan")}, "beta is nan"),
-        ({"anneal": mq.anneal.constant(1e36)}, "to 1e35"),
+        ({"anneal": mq.schedules.constant(1e36)}, "to 1e35"),
         ({"method": "md-tanh", "levels": TERNARY}, "two levels only"),
     ],
 )
@@ -758,7 +758,7 @@ def test_weights_that_stay_on_their_levels_cannot_decay(method):
     with pytest.raises(ValueError, match=r"weight_decay is 0\.01"):
         opt.step()
     model = small_network()
-    opt = wrap(model, method, torch.optim.AdamW, lr=0.1, anneal=mq.anneal.geometric(1.5))
+    opt = wrap(model, method, torch.optim.AdamW, lr=0.1, anneal=mq.schedules.geometric(1.5))
     train(model, opt, 20)
     assert all(bool(p.isfinite().all()) for p in model.parameters())
     opt.finalize()

@@ -1382,7 +1382,7 @@ def test_methods_that_are_replaced_after_packing_have_their_effect(name):
 @pytest.mark.parametrize("save", [False, True])
 def test_a_forgotten_finalize_is_noticed(save, tmp_path):
     model = mq.models.digitsnet()
-    opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model), lr=0.01), anneal=mq.anneal.geometric(1.5))
+    opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model), lr=0.01), anneal=mq.schedules.geometric(1.5))
     for _ in range(25):  # until soft weights are all but saturated
         model(torch.randn(8, 1, 8, 8)).square().mean().backward()
         opt.step()

@@ -75,7 +75,7 @@ def test_bad_constants_are_refused(bad):
 def convex_example(method, steps=2000):
     """min (x+1)^2 over [-1, 1] from x̃ = 1.2 with β = 4 (fig:md-pq)."""
     x = nn.Parameter(torch.tensor([1.2], dtype=torch.float64))
-    opt = mq.MirrorDescent(torch.optim.SGD([x], lr=0.1), method=method, anneal=mq.anneal.constant(4.0))
+    opt = mq.MirrorDescent(torch.optim.SGD([x], lr=0.1), method=method, anneal=mq.schedules.constant(4.0))
     for _ in range(steps):
         opt.zero_grad()
         (x + 1).square().sum().backward()

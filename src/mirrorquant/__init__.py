@@ -5,7 +5,7 @@ Implements "Mirror Descent View for Neural Network Quantization" (Ajanthan, Gupt
 one bit a weight.
 """
 
-from mirrorquant import anneal, methods, mirrors, models, nn, theory
+from mirrorquant import methods, mirrors, models, nn, schedules, theory
 from mirrorquant._version import __version__
 from mirrorquant.calibration import recalibrate
 from mirrorquant.health import HealthWarning, health
@@ -27,7 +27,6 @@ __all__ = [
     "PackError",
     "PackedModel",
     "__version__",
-    "anneal",
     "export",
     "health",
     "load",
@@ -39,6 +38,7 @@ __all__ = [
     "pack",
     "recalibrate",
     "save",
+    "schedules",
     "split",
     "theory",
     "unpack",

@@ -6,7 +6,7 @@ parameter, its image under the projection (the primal space). The model itself i
 >>> import mirrorquant as mq
 >>> from torch import nn
 >>> model = nn.Linear(4, 2, bias=False)
->>> opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model), lr=0.1), anneal=mq.anneal.geometric(1.5))
+>>> opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model), lr=0.1), anneal=mq.schedules.geometric(1.5))
 >>> for _ in range(20):
 ...     model(torch.ones(8, 4)).square().mean().backward()
 ...     opt.step()
@@ -24,7 +24,7 @@ The latents own the weights, so weights that are changed behind the optimizer's 
 states and load both, in either order:
 
 >>> import copy
->>> opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model), lr=0.1), anneal=mq.anneal.geometric(1.5))
+>>> opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model), lr=0.1), anneal=mq.schedules.geometric(1.5))
 >>> best = copy.deepcopy((model.state_dict(), opt.state_dict()))
 >>> for _ in range(20):
 ...     model(torch.ones(8, 4)).square().mean().backward()
@@ -50,13 +50,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mirrorquant import _owners, methods
-from mirrorquant import anneal as _anneal
-from mirrorquant.anneal import Schedule
+from mirrorquant import _owners, methods, schedules
 from mirrorquant.health import HealthWarning, advice, health, local
 from mirrorquant.levels import Levels
 from mirrorquant.methods import REF, Method
 from mirrorquant.mirrors import Beta
+from mirrorquant.schedules import Schedule
 from mirrorquant.select import listed, summarized
 
 __all__ = ["MirrorDescent"]
@@ -108,7 +107,7 @@ class MirrorDescent(Optimizer):
         base: Optimizer,
         method: str | Method = "md-tanh-s",
         levels: Iterable[float] | None = None,
-        anneal: Schedule = _anneal.geometric(1.02, every=200),  # noqa: B008 (frozen)
+        anneal: Schedule = schedules.geometric(1.02, every=200),  # noqa: B008 (frozen)
         *,
         check_gradients: bool = True,
     ) -> None:
@@ -730,7 +729,9 @@ def _keep_out_of_graphs() -> None:
 
 def _beta(schedule: Schedule, method: Method, step: int) -> float:
     if not callable(schedule):
-        raise TypeError(f"anneal is {schedule!r}, but it must be a function of the step: try mq.anneal.geometric(1.02)")
+        raise TypeError(
+            f"anneal is {schedule!r}, but it must be a function of the step: try mq.schedules.geometric(1.02)"
+        )
     value = schedule(step)
     try:
         beta = float(value)

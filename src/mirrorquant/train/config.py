@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrorquant import _files, anneal, methods, models
+from mirrorquant import _files, methods, models, schedules
 from mirrorquant.health import unwarned
 from mirrorquant.levels import BINARY, TERNARY, Levels
 from mirrorquant.methods import Method
@@ -181,9 +181,9 @@ class Config:
             base = torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
         else:
             base = torch.optim.Adam(groups, lr=self.lr, weight_decay=self.weight_decay)
-        schedule: anneal.Schedule = anneal.geometric(self.beta_scale, every=self.beta_interval, cap=self.beta_cap)
+        schedule: schedules.Schedule = schedules.geometric(self.beta_scale, every=self.beta_interval, cap=self.beta_cap)
         if self.method == "pq":
-            schedule = anneal.linear(self.pq_rate, every=batches_per_epoch, start=0.0)
+            schedule = schedules.ramp(self.pq_rate, every=batches_per_epoch)
         try:
             with unwarned():  # the paper's ternary networks start at zero, by design; a run says how it ended
                 return MirrorDescent(base, method=self.build_method(), anneal=schedule)

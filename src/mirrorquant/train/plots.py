@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mirrorquant import _files, anneal
+from mirrorquant import _files, schedules
 from mirrorquant.levels import BINARY, TERNARY
 from mirrorquant.mirrors import Mirror, ShiftedTanh, Tanh
 from mirrorquant.train.report import MetricsError, read_metrics
@@ -585,7 +585,7 @@ def _load_summary(file: Path) -> _Run:
     summary = _read_json(file)
     try:
         config = _typed(file, summary["config"])
-        beta = anneal.geometric(config["beta_scale"], every=config["beta_interval"], cap=config["beta_cap"])
+        beta = schedules.geometric(config["beta_scale"], every=config["beta_interval"], cap=config["beta_cap"])
         train = {int(step): {"loss": float(loss), "beta": beta(int(step))} for step, loss in summary["loss_curve"]}
         val = {int(step): {"accuracy": float(accuracy)} for step, accuracy in summary["curve"]}
         name = method_name(str(summary.get("recipe") or ""), config, summary.get("overrides"))
