@@ -322,7 +322,7 @@ def test_a_packed_model_moves_copies_and_loads_as_any_model():
     assert torch.equal(copied(x), expected)
     wider = mq.pack(network("digitsnet", mq.Levels(-2, 2.5), affine=True), levels=(-2, 2.5))
     with pytest.raises(
-        PackError, match=r"the state is on the levels \[-1\.0, 1\.0\], but the tensor on \[-2\.0, 2\.5\]"
+        PackError, match=r"the state has the levels \[-1\.0, 1\.0\], but the tensor has \[-2\.0, 2\.5\]"
     ):
         wider.load_state_dict(packed.state_dict())
     double = copy.deepcopy(packed).double()

@@ -1,10 +1,9 @@
-"""Bit planes: a tensor that takes few values, at one bit a weight for two levels.
+"""Bit planes: a tensor that takes few values, at one bit per weight for two levels.
 
 The levels q_0 < q_1 < ... are numbered, and a weight is the number of its level. Plane j holds bit j of these numbers:
 one plane for binary weights (0 is the lower level, 1 the upper one), two for ternary ones, ceil(log2 d) for d levels.
-A plane has a row for each output channel (one row in all for a vector), with the input axes flattened, eight weights a
-byte, the first one in the lowest bit; a row's last byte is filled up with zeros. Where a row has a scale, w = scale *
-level.
+A plane has a row per output channel (a vector is one row), with the input axes flattened, eight weights per byte, the
+first one in the lowest bit; a row's last byte is padded with zeros. With a scale per row, w = scale * level.
 
 >>> import torch
 >>> bits = PackedTensor.of(torch.tensor([[0.5, -0.5, 0.5], [2.0, 2.0, -2.0]]))
@@ -25,29 +24,27 @@ import torch
 from torch import Tensor, nn
 
 from mirrorquant._text import printable
+from mirrorquant.errors import MirrorquantError
 from mirrorquant.levels import BINARY, TERNARY, Levels
 
 __all__ = ["MOST_LEVELS", "PackError", "PackedTensor", "off_level"]
 
 MOST_LEVELS = 256
-_DETECTED = 16  # more distinct values than this are no level set, unless somebody says so
+_DETECTED = 16  # more distinct values than this are not taken for levels, unless the caller passes them
 _SAMPLE = 4096
 
 
-class PackError(ValueError):
-    """A model or a file that cannot be packed, saved, loaded or exported; the message names what is wrong with it.
-
-    The message is one printable line, whatever a file calls its tensors.
-    """
+class PackError(MirrorquantError, ValueError):
+    """A model or a file cannot be packed, saved, loaded or exported; the message says why, in one printable line."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
 
 
 class PackedTensor(nn.Module):
-    """A tensor as bit planes: ``planes`` (uint8, planes x rows x bytes) and ``scale`` (one a row, or one, or None).
+    """A tensor as bit planes: ``planes`` (uint8, planes x rows x bytes) and ``scale`` (one per row, or one, or None).
 
-    A module, so that the planes move, are copied and are listed in ``state_dict`` with the layer that holds them.
+    A module, so that moving, copying and ``state_dict`` of the layer that holds it include the planes.
     """
 
     planes: Tensor
@@ -63,38 +60,36 @@ class PackedTensor(nn.Module):
 
     @staticmethod
     def of(tensor: Tensor, levels: Levels | None = None) -> PackedTensor | None:
-        """The tensor as bits, or None where it is not on the levels (or on no few levels, where none are given).
+        """The tensor as bits, or None if it is not on the levels (or, without levels, has too many values).
 
-        Exact: ``unpack`` gives the same numbers back (-0 as 0). Recognised are -1/+1 and -1/0/+1, also with a scale for
-        the tensor or for each row; then any level set that is much smaller than the tensor.
+        Exact: ``unpack`` returns the same numbers (-0 as 0). Recognized are -1/+1 and -1/0/+1 (or the levels that are
+        given), also with a scale for the tensor or for each row; without levels, any set of few values, too.
         """
         if not tensor.is_floating_point():
             return None
         tensor = tensor.detach()
-        for known in (BINARY, TERNARY) if levels is None else (levels,):
-            if known.holds(tensor):
-                return PackedTensor._encode(tensor, known, None)
-        if levels is None or levels in (BINARY, TERNARY):
-            scaled = _scaled(tensor)
-            if scaled is not None and (levels is None or scaled[1] == levels or scaled[1] == BINARY):
-                return PackedTensor._encode(*scaled)
+        known = (BINARY, TERNARY) if levels is None else (levels,)
+        for each in known:
+            if each.holds(tensor):
+                return PackedTensor._encode(tensor, each, None)
+        for each in known:
+            scale = _scale(tensor, each)
+            if scale is not None:
+                return PackedTensor._encode(tensor, each, scale)
         found = _few_values(tensor) if levels is None else None
         return None if found is None else PackedTensor._encode(tensor, found, None)
 
     @staticmethod
     def _encode(tensor: Tensor, levels: Levels, scale: Tensor | None) -> PackedTensor:
-        rows, row = layout(tensor.shape)
-        values = [float(value) for value in levels.tensor(tensor)]  # as the tensor's dtype has them
-        signs = tensor if scale is None else tensor.reshape(rows, row) / scale[:, None]
-        codes = torch.zeros(tensor.numel(), dtype=torch.uint8, device=tensor.device).reshape(rows, row)
+        table = tensor.reshape(layout(tensor.shape))
+        values = levels.tensor(tensor)  # as the tensor's dtype has them
+        codes = torch.zeros_like(table, dtype=torch.uint8)
         for number, value in enumerate(values[1:], 1):
-            codes.masked_fill_(signs.reshape(rows, row) == value, number)
+            codes.masked_fill_(table == (value if scale is None else value * scale[:, None]), number)
         if scale is not None and bool((scale == scale[0]).all()):
-            scale = scale[:1]
+            scale = scale[:1].clone()
         planes = pack_bits(codes, count_planes(levels))
-        return PackedTensor(
-            planes, tensor.shape, Levels(*values), None if scale is None else scale.clone(), tensor.dtype
-        )
+        return PackedTensor(planes, tensor.shape, Levels(*values.tolist()), scale, tensor.dtype)
 
     def codes(self) -> Tensor:
         """The number of each weight's level, uint8, in the tensor's shape."""
@@ -110,7 +105,7 @@ class PackedTensor(nn.Module):
         return (tensor.reshape(rows, row) * self.scale.to(self.dtype)[:, None]).reshape(self.shape)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PackedTensor:
-        """A cast changes what ``unpack`` gives: the levels, as the new dtype has them."""
+        """Casts the levels, too, so that ``unpack`` returns the new dtype."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         if dtype != self.dtype:
@@ -122,17 +117,19 @@ class PackedTensor(nn.Module):
         return torch.tensor(tuple(self.levels), dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Refuses bits that stand for other levels."""
+        """Raises an error if the state is on other levels."""
         if tuple(state.tolist()) != tuple(self.levels):
-            raise PackError(f"the state is on the levels {state.tolist()}, but the tensor on {list(self.levels)}")
+            raise PackError(f"the state has the levels {state.tolist()}, but the tensor has {list(self.levels)}")
 
     def extra_repr(self) -> str:
-        scale = {None: "", 1: ", one scale"}.get(None if self.scale is None else self.scale.numel(), ", a scale a row")
+        scale = {None: "", 1: ", one scale"}.get(
+            None if self.scale is None else self.scale.numel(), ", a scale per row"
+        )
         return f"{'x'.join(map(str, self.shape))} on {', '.join(f'{q:g}' for q in self.levels)}{scale}"
 
 
 def layout(shape: Sequence[int]) -> tuple[int, int]:
-    """The number of rows and their length: output channels by what is left; a vector is one row.
+    """The number of rows and their length: output channels by the remaining axes; a vector is one row.
 
     >>> layout((64, 3, 5, 5)), layout((10,)), layout(())
     ((64, 75), (1, 10), (1, 1))
@@ -141,7 +138,7 @@ def layout(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def count_planes(levels: Sequence[float]) -> int:
-    """ceil(log2 d), the bits that a level's number takes."""
+    """ceil(log2 d), the number of bits of a level's number."""
     return (len(levels) - 1).bit_length()
 
 
@@ -171,7 +168,7 @@ def unpack_bits(planes: Tensor, row: int) -> Tensor:
 
 
 def off_level(tensor: Tensor, levels: Levels | None) -> float | None:
-    """A value that is not a level (the nearest ones are -1, 0, +1 where none are given), or None where all are."""
+    """A value that is not one of the levels (by default -1, 0, +1), or None if all are."""
     levels = levels or TERNARY
     off = torch.ones_like(tensor, dtype=torch.bool)
     for level in levels.tensor(tensor):
@@ -179,21 +176,22 @@ def off_level(tensor: Tensor, levels: Levels | None) -> float | None:
     return float(tensor[off][0]) if bool(off.any()) else None
 
 
-def _scaled(tensor: Tensor) -> tuple[Tensor, Levels, Tensor] | None:
-    """The tensor with levels -1, +1 or -1, 0, +1 and a scale a row, where all |w| in a row are equal, or zero."""
+def _scale(tensor: Tensor, levels: Levels) -> Tensor | None:
+    """A scale per row with which the rows are exactly scale * level, for levels whose largest magnitude is 1."""
     rows, row = layout(tensor.shape)
-    if row < 2 or rows == 0:
+    if row < 2 or rows == 0 or max(map(abs, levels)) != 1:
         return None
-    size = tensor.reshape(rows, row).abs()
-    scale = size.amax(1)
-    zeros = size == 0
-    if not bool(((size == scale[:, None]) | zeros).all()) or not bool(torch.isfinite(scale).all()):
-        return None
-    return tensor, TERNARY if bool(zeros.any()) else BINARY, torch.where(scale == 0, torch.ones_like(scale), scale)
+    table = tensor.reshape(rows, row)
+    scale = table.abs().amax(1)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    on_level = torch.zeros_like(table, dtype=torch.bool)
+    for level in levels.tensor(tensor):
+        on_level |= table == level * scale[:, None]
+    return scale if bool(on_level.all() & torch.isfinite(scale).all()) else None
 
 
 def _few_values(tensor: Tensor) -> Levels | None:
-    """The distinct values, where they are few against the tensor's size."""
+    """The distinct values, if they are few compared to the tensor's size."""
     flat = tensor.reshape(-1)
     if torch.unique(flat[:_SAMPLE]).numel() > _DETECTED:
         return None
