@@ -99,9 +99,7 @@ def test_compare_makes_one_table_and_one_plot(tmp_path, capsys):
     assert f"wrote 4 runs to folders in {tmp_path / 'all'}, with a weights.png each\n" in told
     assert len(list(results.glob("*.json"))) == 4
     assert main(["table", "--results", str(results)]) == 0
-    assert "digits/digitsnet/binary/bc" in capsys.readouterr().out
-    assert main(["table", "--results", str(results), "--write"]) == 0
-    assert "(n = 2)" in (results / "README.md").read_text()
+    assert re.search(r"^bc iterations=6 .* 0, 1 ", capsys.readouterr().out, re.M)
 
 
 def test_float_networks_alone_have_curves_and_nothing_to_compare(tmp_path, capsys):
@@ -182,7 +180,9 @@ def test_a_summary_that_was_altered_is_refused_in_one_line(text, run_folder, cap
     capsys.readouterr()
     (run_folder / "summary.json").write_text(text)
     assert main(["summary", str(run_folder)]) == 1
-    assert capsys.readouterr().err.endswith("summary.json cannot be read: the run has not ended, or was altered\n")
+    told = capsys.readouterr().err
+    assert told.startswith(f"mirrorquant: {run_folder / 'summary.json'}: ")
+    assert told.count("\n") == 1
 
 
 def test_summary_counts_bits_and_bytes(run_folder, capsys):
@@ -298,14 +298,6 @@ def test_the_value_of_an_option_is_no_override(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["overrides"]["lr"] == 0.1
     assert (tmp_path / "lr=0.1" / "summary.json").exists()
     assert main(["train", "--resume", "lr=0.1", "--quiet"]) == 0
-
-
-def test_a_readme_in_another_encoding_is_refused_in_one_line(tmp_path, capsys):
-    (tmp_path / "README.md").write_bytes(b"caf\xe9")
-    assert main(["table", "--results", str(tmp_path), "--readme", str(tmp_path / "README.md")]) == 1
-    told = capsys.readouterr().err
-    assert "README.md is not UTF-8 text" in told
-    assert told.count("\n") == 1
 
 
 def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mirrorquant.train import plots
+from mirrorquant.report import RecordError, RunRecord, labels, plots
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -54,7 +54,7 @@ def with_summary(run, **bits):
 def drawn(monkeypatch):
     """Draws by a function of the library, and returns the figure that it wrote."""
     figures, save = [], plots._save
-    monkeypatch.setattr(plots, "_save", lambda figure, out: figures.append(figure) or save(figure, out))
+    monkeypatch.setattr(plots, "_save", lambda figure, out: save(figure, out) or figures.append(figure))
 
     def draw(function, *arguments):
         assert function(*arguments)
@@ -116,7 +116,7 @@ def test_a_broken_summary_is_refused_by_its_name(tmp_path):
     kept = json.loads((Path(__file__).parents[1] / "results/digits-digitsnet-ref-seed0.json").read_text())
     broken = tmp_path / "run.json"
     broken.write_text(json.dumps({**kept, "loss_curve": [1, 2]}))
-    with pytest.raises(plots.PlotError, match=r"run\.json: not the summary of a run"):
+    with pytest.raises(RecordError, match=r"run\.json: not the summary of a run"):
         plots.curves([broken], tmp_path / "curves.png")
 
 
@@ -124,7 +124,7 @@ def test_seeds_of_one_method_are_a_mean_in_a_band_in_its_colour(tmp_path, drawn)
     runs = [make_run(tmp_path / f"{m}{k}", m, seed=k, lr=0.1) for m in ("ref", "bc") for k in (0, 1, 2)]
     figure = drawn(plots.curves, runs, tmp_path / "curves.png")
     accuracy, loss = figure.axes  # no panel for β, which neither has
-    seeds = [plots._load(run) for run in runs[3:]]
+    seeds = [RunRecord.read(run) for run in runs[3:]]
     for ax, kind, key in ((accuracy, "val", "accuracy"), (loss, "train", "loss")):
         columns = list(zip(*(run.series(kind, key).values() for run in seeds), strict=True))
         (line,), _ = of_colour(ax, "#cc6677")
@@ -143,8 +143,8 @@ def test_seeds_of_one_method_are_a_mean_in_a_band_in_its_colour(tmp_path, drawn)
 
 
 def test_a_band_covers_the_steps_that_every_seed_has(tmp_path):
-    runs = [plots._load(make_run(tmp_path / str(steps), seed=steps, steps=steps)) for steps in (60, 30)]
-    empty = plots._load(make_run(tmp_path / "none", seed=9))
+    runs = [RunRecord.read(make_run(tmp_path / str(steps), seed=steps, steps=steps)) for steps in (60, 30)]
+    empty = RunRecord.read(make_run(tmp_path / "none", seed=9))
     empty.val.clear()
     (line,) = plots._lines([*runs, empty])
     assert list(line.span("val", "accuracy")) == [0, 10, 20, 30]
@@ -323,7 +323,7 @@ def test_every_level_has_a_tick_and_the_outer_ones_their_labels(tmp_path, drawn)
     labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert list(ticks) == [float(level) for level in EIGHT.split(",")]
     assert labels == ["−1", "", "−0.5", "", "", "+0.5", "", "+1"]
-    assert figure.get_suptitle().replace("\n", " ") == "MD-tanh-S: how the weights move to 8 levels from −1 to +1"
+    assert figure.get_suptitle().replace("\n", " ") == "MD-tanh-S: how the weights move to 8 levels, −1 to +1"
 
 
 def test_layers_with_long_names_are_told_apart(tmp_path, drawn):
@@ -355,14 +355,14 @@ def test_curves_show_every_run_in_the_colour_of_its_method(tmp_path):
 
 def test_the_float_network_has_neither_beta_nor_levels(tmp_path):
     run = make_run(tmp_path / "ref", "ref", levels="binary")
-    (line,) = plots._lines([plots._load(run)])
+    (line,) = plots._lines([RunRecord.read(run)])
     assert line.betas() == {}
-    assert plots._load(run).config["levels"] is None
+    assert RunRecord.read(run).levels is None
     picture(plots.curves([run], tmp_path / "ref.png"))
 
 
 def labels_of(*runs):
-    return [line.label for line in plots._lines([plots._load(run) for run in runs])]
+    return [line.label for line in plots._lines([RunRecord.read(run) for run in runs])]
 
 
 def test_runs_of_one_method_are_told_apart_by_what_differs_among_them(tmp_path):
@@ -375,10 +375,10 @@ def test_runs_of_one_method_are_told_apart_by_what_differs_among_them(tmp_path):
 
 
 def test_every_method_has_a_look_of_its_own():
-    names = [*METHODS, "md-tanh-primal", "md-softmax-primal"]
-    assert plots._looks(names) == [plots._LOOKS[name] for name in names]
-    assert len(set(plots._looks([*names, "mine", "another"]))) == 16
-    assert plots._looks(["mine", "md-tanh-s"])[1] == plots._LOOKS["md-tanh-s"]
+    looks = plots._looks(METHODS)
+    assert looks == [(labels.method_colour(name), plots._DASHES[name.endswith("-star")]) for name in METHODS]
+    assert len(set(plots._looks([*METHODS, "mine", "another"]))) == len(METHODS) + 2
+    assert plots._looks(["mine", "md-tanh-s"])[1] == ("#332288", "-")
 
 
 def test_runs_that_differ_in_nothing_are_told_apart_by_folder(tmp_path):
@@ -453,10 +453,10 @@ def test_the_axis_starts_at_a_round_number_below_all_points(values, start):
 def test_a_last_line_that_is_cut_off_is_ignored(tmp_path):
     run = make_run(tmp_path / "run")
     metrics = run / "metrics.jsonl"
-    whole = plots._load(run)
+    whole = RunRecord.read(run)
     for tail in (b'{"kind": "train", "st', b'{"kind": "val", "note": "\xc3', b"{"):
         metrics.write_bytes(metrics.read_bytes().rpartition(b"\n")[0] + b"\n" + tail)
-        assert plots._load(run) == whole
+        assert RunRecord.read(run) == whole
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ def test_any_other_broken_line_is_refused_by_file_and_number(tmp_path, line):
     run = make_run(tmp_path / "run")
     lines = (run / "metrics.jsonl").read_bytes().split(b"\n")
     (run / "metrics.jsonl").write_bytes(b"\n".join([*lines[:3], line, *lines[3:]]))
-    with pytest.raises(plots.PlotError, match=r"metrics\.jsonl, line 4: "):
+    with pytest.raises(RecordError, match=r"metrics\.jsonl, line 4: "):
         plots.curves([run], tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()
 
@@ -491,7 +491,7 @@ def test_a_step_recorded_again_after_a_resume_counts_once_and_unknown_kinds_do_n
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "val", "step": 10, "accuracy": 1.5}\n{"kind": "note", "text": "resumed"}\n')
         file.write('{"kind": "train", "step": 20, "loss": NaN}\n')
-    loaded = plots._load(run)
+    loaded = RunRecord.read(run)
     values = loaded.series("val", "accuracy")
     assert (list(values), values[10]) == ([0, 10, 20], 1.5)
     assert list(loaded.series("train", "loss")) == [0, 10]
@@ -504,8 +504,8 @@ def test_a_step_recorded_again_after_a_resume_counts_once_and_unknown_kinds_do_n
         ("config.json", "{", "config.json: not readable as JSON"),
         ("config.json", "[]", "config.json: expected a JSON object"),
         ("config.json", '{"method": 3}', "config.json: method is 3"),
-        ("config.json", '{"method": "bc", "levels": {"a": 1}}', "config.json: levels are"),
-        ("config.json", '{"method": "bc", "recipe": "bc", "overrides": 1}', "config.json: overrides are 1"),
+        ("config.json", '{"method": "bc", "levels": {"a": 1}}', "config.json: levels is"),
+        ("config.json", '{"method": "bc", "recipe": "bc", "overrides": 1}', "config.json: overrides is 1"),
         ("summary.json", "\x00", "summary.json: not readable as JSON"),
         ("metrics.jsonl", None, "metrics.jsonl: not readable"),
         ("metrics.jsonl", "", "let the run go on"),
@@ -518,7 +518,7 @@ def test_what_is_missing_or_broken_is_named(tmp_path, file, content, message):
     else:
         (run / file).write_text(content)
     for draw in (lambda out: plots.curves([run], out), lambda out: plots.histograms(run, out)):
-        with pytest.raises(plots.PlotError, match=message):
+        with pytest.raises((RecordError, plots.PlotError), match=message):
             draw(tmp_path / "x.png")
 
 

@@ -3,11 +3,17 @@
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from mirrorquant.train import recipes, tables
+from mirrorquant.report import RecordError, RunRecord, tables
+from mirrorquant.train import recipes
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+import paper_tables  # noqa: E402
 
 
 def summary(recipe, accuracy, seed=0, paper=None, overrides=None):
@@ -26,6 +32,10 @@ def summary(recipe, accuracy, seed=0, paper=None, overrides=None):
     }
 
 
+def row(content):
+    return tables.compare_row(RunRecord.of(content))
+
+
 @pytest.fixture
 def put(tmp_path):
     """Writes summaries as the training does; returns the table made of all of them."""
@@ -33,7 +43,7 @@ def put(tmp_path):
     def write(*summaries):
         for index, content in enumerate(summaries):
             (tmp_path / f"run{index}.json").write_text(json.dumps(content))
-        return tables.results_table(tmp_path)
+        return paper_tables.results_table(tmp_path)
 
     return write
 
@@ -149,7 +159,7 @@ def test_the_true_jacobian_stands_outside_the_papers_rows(put):
 
 
 def test_the_runs_with_beta_up_to_1e35_are_results_of_pmf_star():
-    folder = Path(__file__).parents[1] / "results"
+    folder = ROOT / "results"
     runs = [json.loads(file.read_text()) for file in folder.glob("*-pmf-*.json")]
     capped = {run["config"]["beta_cap"]: run["recipe"].split("/")[-1] for run in runs}
     assert capped[1e35] == "pmf-star"
@@ -159,27 +169,29 @@ def test_the_runs_with_beta_up_to_1e35_are_results_of_pmf_star():
 def test_other_json_is_ignored_and_subfolders_are_read(tmp_path):
     (tmp_path / "step_cost.json").write_text("[1, 2]")
     (tmp_path / "other.json").write_text('{"device": "cpu"}')
-    assert "There are no runs yet" in tables.results_table(tmp_path)
+    assert "There are no runs yet" in paper_tables.results_table(tmp_path)
     (tmp_path / "h200").mkdir()
     (tmp_path / "h200" / "run.json").write_text(json.dumps(summary(MD, 93.0, paper=93.18)))
     (tmp_path / "h200" / "config.json").write_text(json.dumps({"recipe": MD}))
-    assert cells(tables.results_table(tmp_path), "MD-tanh-S")[0][2] == "93.00"
+    assert cells(paper_tables.results_table(tmp_path), "MD-tanh-S")[0][2] == "93.00"
 
 
 def test_broken_files_and_seeds_that_come_twice_are_refused_by_name(put, tmp_path):
-    with pytest.raises(tables.TableError, match=r"run1\.json: .* with seed 0 is in .*run0\.json too"):
+    with pytest.raises(RecordError, match=r"run1\.json: .* with seed 0 is in .*run0\.json too"):
         put(summary(MD, 93.0), summary(MD, 93.1))
-    with pytest.raises(tables.TableError, match=r"run1\.json: the summary has no 'test_accuracy'"):
+    with pytest.raises(RecordError, match=r"run1\.json: test_accuracy of the summary is None"):
         put(summary(MD, 93.0), {key: value for key, value in summary(MD, 93.0, 1).items() if key != "test_accuracy"})
-    with pytest.raises(tables.TableError, match=r"run1\.json: the summary holds a value of the wrong type"):
+    with pytest.raises(
+        RecordError, match=r"run1\.json: test_accuracy of the summary is 'many', expected a finite"
+    ):
         put(summary(MD, 93.0), {**summary(MD, 93.0, 1), "test_accuracy": "many"})
-    with pytest.raises(tables.TableError, match=r"run1\.json: .* nan is not a finite number"):
+    with pytest.raises(RecordError, match=r"run1\.json: test_accuracy of the summary is nan"):
         put(summary(MD, 93.0), summary(MD, math.nan, 1))
     (tmp_path / "run1.json").write_text('{"recipe": ')
-    with pytest.raises(tables.TableError, match=r"run1\.json: not readable as JSON"):
-        tables.results_table(tmp_path)
-    with pytest.raises(tables.TableError, match="no such folder"):
-        tables.results_table(tmp_path / "none")
+    with pytest.raises(RecordError, match=r"run1\.json: not readable as JSON"):
+        paper_tables.results_table(tmp_path)
+    with pytest.raises(RecordError, match="no such folder"):
+        paper_tables.results_table(tmp_path / "none")
 
 
 def test_overrides_are_written_as_they_were_given(put):
@@ -194,7 +206,7 @@ def test_the_same_runs_make_the_same_text(put):
 
 
 def test_comparison_is_aligned(put):
-    rows = [tables.compare_row(summary(f"digits/digitsnet/binary/{name}", 97.5)) for name in ("bc", "md-tanh-s")]
+    rows = [row(summary(f"digits/digitsnet/binary/{name}", 97.5)) for name in ("bc", "md-tanh-s")]
     rows.append({"method": "ref", "levels": "float", "bits": 32.0, "test": 98.0, "seconds": 4.26})
     lines = tables.compare_table(rows).splitlines()
     assert len({len(line) for line in lines}) == 1
@@ -208,7 +220,7 @@ def test_compared_runs_are_called_as_their_recipes_or_by_the_method_that_was_cha
     pq, star, pmf, other = (summary(f"cifar10/resnet18/binary/{m}", 90.0) for m in ("pq", "pq-star", "pmf", "bc"))
     star["config"]["method"], pmf["config"]["method"], other["config"]["method"] = "pq", "pmf-authors", "gd-tanh"
     other["overrides"] = {"method": "gd-tanh"}
-    rows = [tables.compare_row(run) for run in (pq, star, pmf, other, summary(None, 90.0))]
+    rows = [row(run) for run in (pq, star, pmf, other, summary(None, 90.0))]
     assert [row["method"] for row in rows] == ["pq", "pq-star", "pmf", "gd-tanh", "md-tanh-s"]
 
 
@@ -216,16 +228,52 @@ def test_compared_runs_are_called_as_their_recipes_or_by_the_method_that_was_cha
     ("seconds", "text"), [(None, "-"), (0, "0.0 s"), (59.96, "1 min 00 s"), (253, "4 min 13 s"), (3700, "1 h 01 min")]
 )
 def test_durations_read_well(seconds, text):
-    assert tables._duration(seconds) == text
+    assert tables.duration(seconds) == text
 
 
 def test_the_readme_holds_the_tables_of_the_results():
-    root = Path(__file__).parents[1]
-    readme, table = (root / "README.md").read_text(), tables.results_table(root / "results")
-    assert tables.with_results(readme, table) == readme, "run mirrorquant table --readme README.md --write"
-    assert (root / "results" / "README.md").read_text() == table
+    readme, table = (ROOT / "README.md").read_text(), paper_tables.results_table(ROOT / "results")
+    remedy = "run python tools/paper_tables.py --write --readme README.md"
+    assert paper_tables.with_results(readme, table) == readme, remedy
+    assert (ROOT / "results" / "README.md").read_text() == table, remedy
 
 
 def test_a_readme_without_marks_is_left_alone(put):
-    with pytest.raises(tables.TableError, match="no place for the tables"):
-        tables.with_results("# Net\n", put(summary(MD, 93.0, paper=93.18)))
+    with pytest.raises(RecordError, match="no place for the tables"):
+        paper_tables.with_results("# Net\n", put(summary(MD, 93.0, paper=93.18)))
+
+
+def test_tables_are_written_where_they_belong(put, tmp_path, capsys):
+    put(summary(MD, 93.0, paper=93.18))
+    readme = tmp_path / "other.md"
+    readme.write_text(f"# Net\n{paper_tables.BEGIN}\nold\n{paper_tables.END}\n")
+    assert paper_tables.main(["--results", str(tmp_path), "--write", "--readme", str(readme)]) == 0
+    assert "MD-tanh-S" in (tmp_path / "README.md").read_text()
+    assert "### Binary weights" in readme.read_text()
+    assert "old" not in readme.read_text()
+    readme.write_bytes(b"caf\xe9")
+    for arguments in (["--results", str(tmp_path), "--readme", str(readme)], ["--results", str(tmp_path / "none")]):
+        capsys.readouterr()
+        assert paper_tables.main(arguments) == 1
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_kept_runs_are_printed_by_task_with_their_changes():
+    runs = [summary(MD, 93.0, seed) for seed in (0, 1)] + [summary("digits/digitsnet/ref", 98.0)]
+    runs.append(summary(MD, 80.0, overrides={"iterations": 500, "method": "md-tanh-s"}))
+    text = tables.results_tables([RunRecord.of(run) for run in runs])
+    first, second = text.split("UCI digits, DigitsNet\n")
+    assert first.startswith("CIFAR-10, ResNet-18\n")
+    assert re.search(r"^md-tanh-s +-1, \+1 +1.00 +0, 1 .* 93.00 ± 0.00", first, re.M)
+    assert re.search(r"^md-tanh-s iterations=500 +-1, \+1 +1.00 +0 .* 80.00", first, re.M)
+    assert re.search(r"^ref +float ", second, re.M)
+    assert "There are no runs yet" in tables.results_tables([])
+
+
+def test_a_result_is_kept_without_the_place_of_the_data(tmp_path):
+    content = summary(MD, 93.0, overrides={"lr": 0.5, "data_root": "/home/me"})
+    content["config"] |= {"data_root": "/home/me", "lr": 0.5}
+    file = RunRecord.of(content).write_result(tmp_path)
+    assert file.name == "cifar10-resnet18-binary-md-tanh-s-seed0-lr-0.5.json"
+    assert "/home/me" not in file.read_text()
+    assert RunRecord.read(file).changes == {"lr": 0.5}

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import hashlib
 import io
 import json
 import re
@@ -33,27 +32,21 @@ from typing import Any
 
 from torch import nn
 
-from mirrorquant import _files, methods, models, packing
+from mirrorquant import methods, models, packing
 from mirrorquant._text import printable
 from mirrorquant._version import __version__
 from mirrorquant.data import Data, DataError, load
 from mirrorquant.data import names as data_names
+from mirrorquant.errors import MirrorquantError
 from mirrorquant.health import health
 from mirrorquant.packing import PackError, kernels
 from mirrorquant.packing.kernels import KernelsError
-from mirrorquant.train import checkpoint, plots, recipes
+from mirrorquant.report import RunRecord, labels, plots, read_results
+from mirrorquant.report.tables import compare_row, compare_table, results_tables
+from mirrorquant.train import checkpoint, recipes
 from mirrorquant.train.config import TYPES, Config, ConfigError
-from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, count_parameters, layers
+from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, layers
 from mirrorquant.train.report import first_line
-from mirrorquant.train.tables import (
-    TableError,
-    changed,
-    compare_row,
-    compare_table,
-    levels_label,
-    results_table,
-    with_results,
-)
 
 __all__ = ["main"]
 
@@ -98,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
-    except (*USER_ERRORS, recipes.RecipeError, plots.PlotError, TableError, PackError, KernelsError) as error:
+    except (*USER_ERRORS, recipes.RecipeError, MirrorquantError, PackError, KernelsError) as error:
         print(f"mirrorquant: {printable(str(error))}", file=sys.stderr)  # it may quote a stranger's file
         return 1
     except OSError as error:
@@ -154,12 +147,13 @@ def train(options: argparse.Namespace) -> None:
         _refuse_idle([config])
         run = Run(config, options.out or _folder(config), quiet=options.quiet)
     summary = run.train()
+    record = RunRecord.of(summary)
     if options.results:
-        _keep(summary, options.results)
+        record.write_result(options.results)
     if options.json:
         print(json.dumps(summary))
         return
-    _print_table([compare_row(summary)])
+    _print_table([compare_row(record)])
     for path in _pictures([run.folder]):
         print(f"wrote {path}")
     best = "the best network" if run.config.method == "ref" else "the best rounded network"
@@ -188,10 +182,10 @@ def compare(options: argparse.Namespace) -> None:
     _refuse_idle([config for _, _, config in configs])
     for method, seed, config in configs:
         run = _begun(config, folder / f"{method}-seed{seed}", options)
-        summary = run.train()
+        record = RunRecord.of(run.train())
         if options.results:
-            _keep(summary, options.results)
-        rows.append(compare_row(summary))
+            record.write_result(options.results)
+        rows.append(compare_row(record))
         folders.append(run.folder)
     if options.json:
         print(json.dumps(rows))
@@ -400,7 +394,7 @@ def _summary_of_file(options: argparse.Namespace) -> None:
         return
     print(f"{'tensor':36}{'shape':>20}{'levels':>16}{'bits':>6}{'bytes':>12}{'float32':>12}")
     for row in rows:
-        levels = levels_label(row["levels"]) if row["levels"] else "-"
+        levels = labels.levels(row["levels"]) if row["levels"] else "-"
         shape = "x".join(map(str, row["shape"])) or "1"
         name = printable(row["name"])
         print(f"{name:36}{shape:>20}{levels:>16}{row['bits']:6}{row['bytes']:12,}{row['float_bytes']:12,}")
@@ -443,7 +437,7 @@ def summary(options: argparse.Namespace) -> None:
     if options.what.suffix == PACKED:
         return _summary_of_file(options)
     if options.what.is_dir():
-        rows = _summary_of(options.what)["layers"]
+        rows = RunRecord.read(options.what / "summary.json").layers()
     else:
         _refuse_file(options.what, "the folder of a run, a recipe or a packed *.safetensors")
         config = Config.from_recipe(str(options.what))
@@ -465,36 +459,9 @@ def summary(options: argparse.Namespace) -> None:
     print(f"in all {small:,.0f} bytes of weights; in float32 {full:,.0f}: {full / small:.1f} times as much")
 
 
-def _summary_of(folder: Path) -> dict[str, Any]:
-    Config.load(folder / "config.json")
-    path = folder / "summary.json"
-    try:
-        content: dict[str, Any] = _files.parse_json(_files.read_regular(path))
-        for row in content["layers"]:
-            sizes = [row["count"], row["bits"], *row["shape"]]
-            if not isinstance(row["name"], str) or not all(type(n) is int and 0 <= n < 1 << 40 for n in sizes):
-                raise ValueError(f"a layer is {row}")
-        count_parameters(content["layers"])
-    except (OSError, ValueError, TypeError, KeyError, ArithmeticError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: the run has not ended, or was altered") from error
-    return content
-
-
 def table(options: argparse.Namespace) -> None:
-    """Rebuilds the paper's tables from the results."""
-    text = results_table(options.results)
-    if options.readme:
-        try:
-            old = options.readme.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise TableError(f"{options.readme} is not UTF-8 text: {error.reason}") from error
-        options.readme.write_text(with_results(old, text), encoding="utf-8")
-        print(f"wrote the results into {options.readme}")
-    if options.write:
-        (options.results / "README.md").write_text(text, encoding="utf-8")
-        print(f"wrote {options.results / 'README.md'}")
-    if not (options.write or options.readme):
-        print(text)
+    """Prints the runs that were kept as results, a table per task."""
+    print(results_tables(read_results(options.results)))
 
 
 def curves(options: argparse.Namespace) -> None:
@@ -530,18 +497,6 @@ def _try_writing(results: Path | None) -> None:
         results.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=results):
             pass
-
-
-def _keep(summary: dict[str, Any], results: Path) -> None:
-    """Writes the summary to the results, without the place where this machine's data lie."""
-    overrides = {k: v for k, v in summary["overrides"].items() if k != "data_root"}
-    config = {k: v for k, v in summary["config"].items() if k not in ("data_root", "overrides")}
-    summary, changes = {**summary, "config": config, "overrides": overrides}, changed(summary)
-    name = "-".join([summary["recipe"].replace("/", "-"), f"seed{summary['config']['seed']}"])
-    name += "".join(f"-{key}-{re.sub('[^A-Za-z0-9.]', '-', str(value))}" for key, value in changes.items())
-    if len(name) > 200:  # a file's name may have 255 bytes
-        name = f"{name[:183]}-{hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:16]}"
-    checkpoint.write_atomically(results / f"{name}.json", (json.dumps(summary) + "\n").encode())
 
 
 def _best(folder: Path) -> tuple[Config, checkpoint.Best]:
@@ -690,10 +645,8 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub = command("summary", summary, "bits and bytes, layer by layer", "mirrorquant summary cifar10/vgg16/ref")
     sub.add_argument("what", type=_run, metavar="RUN-OR-RECIPE-OR-FILE")
     sub.add_argument("--json", action="store_true", help="print JSON")
-    sub = command("table", table, "the paper's tables, from the results", "mirrorquant table --results results --write")
+    sub = command("table", table, "the runs kept as results, a table per task", "mirrorquant table --results results")
     sub.add_argument("--results", type=Path, default=Path("results"), help="folder of the runs' JSON files")
-    sub.add_argument("--write", action="store_true", help="write README.md there")
-    sub.add_argument("--readme", type=Path, metavar="FILE", help="write the tables into a text, between its marks")
     sub = command("curves", curves, "training curves as PNG", "mirrorquant curves runs/A runs/B --out curves.png")
     sub.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="a run's folder, or its file in results/")
     sub.add_argument("--out", type=Path, default=Path("curves.png"))

@@ -1,0 +1,241 @@
+"""A run as it was recorded: the one reader of run folders and of result files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from mirrorquant import _files, schedules
+from mirrorquant.errors import MirrorquantError
+from mirrorquant.train import recipes
+from mirrorquant.train.report import MetricsError, read_metrics
+
+__all__ = ["RecordError", "RunRecord", "read_results"]
+
+_SAME_EXPERIMENT = {"seed", "data_root", "out", "device", "channels_last", "compile", "deterministic", "engine"}
+_SAME_EXPERIMENT |= {"threads", "checkpoint_every", "histogram_every", "log_every", "paper", "note"}
+_FIELDS = {"train": ("step", "loss", "beta"), "val": ("step", "accuracy"), "weights": ("step", "range", "layers")}
+_LONGEST_NAME = 200  # of at most 255 bytes
+Lines = dict[int, dict[str, Any]]
+
+
+class RecordError(MirrorquantError, ValueError):
+    """A file of a run that is missing, damaged, or lacks something; the message names it."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run, also one that has not ended; ``train``, ``val`` and ``weights`` are its metrics by step.
+
+    >>> record = RunRecord.of({"recipe": "cifar10/vgg16/binary/pq-star", "config": {"method": "pq"}})
+    >>> record.name, record.finished
+    ('pq-star', True)
+    """
+
+    path: Path
+    config: dict[str, Any]
+    recipe: str
+    overrides: dict[str, Any]
+    summary: dict[str, Any]
+    train: Lines = field(default_factory=dict)
+    val: Lines = field(default_factory=dict)
+    weights: Lines = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> RunRecord:
+        """The run of a folder, or of a file: its ``summary.json``, or the copy of it in ``results/``.
+
+        Raises:
+            RecordError: a file is missing or damaged.
+        """
+        if path.is_file():
+            return cls.of(_read_json(path), path)
+        config = _read_json(path / "config.json")
+        summary = _read_json(path / "summary.json") if (path / "summary.json").exists() else {}
+        recipe, overrides = summary.get("recipe") or config.get("recipe"), config.get("overrides", {})
+        _check(path / "config.json", config, recipe, overrides)
+        lines = _read_lines(path / "metrics.jsonl")
+        by_kind = {kind: {line["step"]: line for line in lines if line["kind"] == kind} for kind in _FIELDS}
+        return cls(path, config, recipe or "", overrides, summary, **by_kind)
+
+    @classmethod
+    def of(cls, summary: dict[str, Any], path: Path = Path("summary.json")) -> RunRecord:
+        """The run that a summary describes: its curves, and β by its schedule."""
+        try:
+            config, recipe, overrides = summary["config"], summary["recipe"], summary.get("overrides", {})
+            _check(path, config, recipe, overrides)
+            scale, every, cap = (config.get(f"beta_{key}", 1) for key in ("scale", "interval", "cap"))
+            beta = schedules.geometric(scale, every=every, cap=cap)
+            train = {int(k): {"loss": float(v), "beta": beta(k)} for k, v in summary.get("loss_curve", ())}
+            val = {int(k): {"accuracy": float(v)} for k, v in summary.get("curve", ())}
+        except RecordError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise RecordError(f"{path}: not the summary of a run ({type(error).__name__}: {error})") from error
+        return cls(path, config, recipe or "", overrides, summary, train, val)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has ended."""
+        return bool(self.summary)
+
+    @property
+    def levels(self) -> str | list[float] | None:
+        """The levels of the configuration; None for a float network."""
+        return None if self.config["method"] == "ref" else self.config.get("levels")
+
+    @property
+    def name(self) -> str:
+        """The method by its name in the recipe; by its own name if it was overridden, or without a recipe."""
+        overridden = not self.recipe or "method" in self.overrides
+        return str(self.config["method"]) if overridden else self.recipe.split("/")[-1]
+
+    @property
+    def experiment(self) -> str:
+        """The same text for runs of one configuration, apart from the seed, the machine and what is recorded."""
+        ignored = _SAME_EXPERIMENT | {"overrides", "sha256", "recipe"}
+        config = {key: value for key, value in self.config.items() if key not in ignored}
+        return json.dumps([self.name, config], sort_keys=True)
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Differences from the recipe as it is today that matter: overrides, and values the recipe had otherwise.
+
+        >>> config = {**recipes.get("cifar10/vgg16/binary/bc"), "weight_decay": 0.1}
+        >>> overrides = {"lr": 1e-4, "levels": "ternary", "seed": 1}
+        >>> RunRecord.of({"recipe": "cifar10/vgg16/binary/bc", "config": config, "overrides": overrides}).changes
+        {'levels': 'ternary', 'weight_decay': 0.1}
+        """
+        recipe = recipes.get(self.recipe) if self.recipe in recipes.names() else {}
+        given = {key: value for key, value in self.overrides.items() if key not in recipe or recipe[key] != value}
+        since = {k: self.config[k] for k, v in recipe.items() if k not in self.overrides and self.config.get(k, v) != v}
+        return {key: value for key, value in {**given, **since}.items() if key not in _SAME_EXPERIMENT}
+
+    def number(self, key: str) -> float:
+        """A figure of the summary."""
+        value = self.summary.get(key)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            expected = "expected a finite number: run it again, or remove it"
+            raise RecordError(f"{self.path}: {key} of the summary is {value!r:.60}, {expected}")
+        return float(value)
+
+    def layers(self) -> list[dict[str, Any]]:
+        """Name, shape, count and bits of each parameter."""
+        rows = self.summary.get("layers")
+        if not isinstance(rows, list) or not rows or not all(map(_is_layer, rows)):
+            raise RecordError(f"{self.path}: the layers are missing or damaged: the run has not ended, or was altered")
+        return rows
+
+    def series(self, kind: str, key: str) -> dict[int, float]:
+        """One number by step, where it was recorded and is finite."""
+        lines = sorted(getattr(self, kind).items())
+        return {step: value for step, line in lines if (value := line.get(key)) is not None and math.isfinite(value)}
+
+    def quantizes(self, layer: str) -> bool:
+        """Whether a layer is quantized: according to the summary, or to the patterns to skip if there is none yet."""
+        if self.config["method"] == "ref":
+            return False
+        if isinstance(self.summary.get("layers"), list):
+            return {"name": layer, "bits": 32} not in [_only(row, "name", "bits") for row in self.summary["layers"]]
+        parts = layer.split(".")
+        paths = [".".join(parts[:k]) for k in range(1, len(parts) + 1)]
+        return not any(fnmatchcase(path, str(p)) for p in self.config.get("skip") or () for path in paths)
+
+    def write_result(self, folder: Path) -> Path:
+        """Writes the summary to a folder of results, without the location of this machine's data; returns the file."""
+        overrides = {k: v for k, v in self.overrides.items() if k != "data_root"}
+        config = {k: v for k, v in self.summary["config"].items() if k not in ("data_root", "overrides")}
+        name = "-".join([self.recipe.replace("/", "-"), f"seed{self.config['seed']}"])
+        name += "".join(f"-{key}-{re.sub('[^A-Za-z0-9.]', '-', str(value))}" for key, value in self.changes.items())
+        if len(name) > _LONGEST_NAME:
+            digest = hashlib.sha256(json.dumps(self.changes).encode()).hexdigest()[:16]
+            name = f"{name[: _LONGEST_NAME - 17]}-{digest}"
+        content = json.dumps({**self.summary, "config": config, "overrides": overrides}) + "\n"
+        _files.write_atomically(folder / f"{name}.json", content.encode(), RecordError)
+        return folder / f"{name}.json"
+
+
+def read_results(folder: Path) -> list[RunRecord]:
+    """The runs in a folder of results and its subfolders: all JSON files with a key "recipe", by name."""
+    if not folder.is_dir():
+        raise RecordError(f"{folder}: no such folder; give the one that holds the summaries of the runs")
+    files = [file for file in sorted(folder.rglob("*.json")) if file.name != "config.json"]
+    contents = [(file, _parsed(file)) for file in files]
+    return [RunRecord.of(found, file) for file, found in contents if isinstance(found, dict) and "recipe" in found]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    content = _parsed(file)
+    if not isinstance(content, dict):
+        raise RecordError(f"{file}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _parsed(file: Path) -> Any:
+    try:
+        return _files.parse_json(_files.read_regular(file))
+    except FileNotFoundError as error:
+        raise RecordError(f"{file}: no such file; is {file.parent} a run folder?") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordError(f"{file}: not readable as JSON ({error}); fix or remove it") from error
+
+
+def _check(file: Path, config: Any, recipe: Any, overrides: Any) -> None:
+    """Raises an error that names the file and the value that is not as it should be."""
+    method, levels = config.get("method"), config.get("levels")
+    for name, value, good, expected in (
+        ("method", method, isinstance(method, str), "a name"),
+        ("levels", levels, isinstance(levels, str | None) or _numbers(levels), "a name or numbers"),
+        ("overrides", overrides, isinstance(overrides, dict), "an object"),
+        ("recipe", recipe, isinstance(recipe, str | None), "a name"),
+    ):
+        if not good:
+            raise RecordError(f"{file}: {name} is {value!r:.60}, expected {expected}")
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file, their fields checked."""
+    try:
+        file.stat()
+        rows = read_metrics(file)
+    except OSError as error:
+        raise RecordError(f"{file}: not readable ({error}); is {file.parent} a run folder?") from error
+    except MetricsError as error:
+        raise RecordError(str(error)) from error
+    for number, row in enumerate(rows, 1):
+        for key in _FIELDS.get(row["kind"], ()):
+            if not _sound(key, row.get(key)):
+                raise RecordError(f"{file}, line {number}: {key} of a {row['kind']} line is {row.get(key)!r:.60}")
+    return rows
+
+
+def _sound(key: str, value: Any) -> bool:
+    """Whether a field of a metrics line is what its name promises."""
+    if key == "range":
+        return _numbers(value) and len(value) == 2 and bool(value[0] < value[1])
+    if key == "layers":
+        return isinstance(value, dict) and len(value) > 0 and all(map(_numbers, value.values()))
+    if key == "beta" and value is None:
+        return True
+    return isinstance(value, int if key == "step" else int | float)
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(number, int | float) for number in value)
+
+
+def _is_layer(row: Any) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("name"), str) or not isinstance(row.get("shape"), list):
+        return False
+    return all(type(size) is int and 0 <= size < 1 << 40 for size in (row.get("count"), row.get("bits"), *row["shape"]))
+
+
+def _only(row: Any, *keys: str) -> dict[str, Any]:
+    return {key: row.get(key) for key in keys} if isinstance(row, Mapping) else {}

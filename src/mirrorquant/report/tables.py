@@ -1,0 +1,116 @@
+"""Tables for the terminal: methods side by side, with the mean and the spread over their seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from mirrorquant._text import printable
+from mirrorquant.report import labels
+from mirrorquant.report.record import RunRecord
+
+__all__ = ["aligned", "compare_row", "compare_table", "duration", "results_tables", "spread"]
+
+
+def compare_row(record: RunRecord) -> dict[str, Any]:
+    """One row of a comparison: method, levels, seed, bits per weight, accuracies in percent, and seconds.
+
+    ``soft`` is the test accuracy of the soft network, ``val`` and ``test`` are those of the rounded one.
+    """
+    bits = record.summary.get("parameters")
+    return {
+        "method": record.name,
+        "levels": record.levels or "float",
+        "seed": record.config.get("seed"),
+        "bits": bits.get("bits") if isinstance(bits, dict) else None,
+        "soft": record.number("test_accuracy_soft"),
+        "val": record.number("val_accuracy"),
+        "test": record.number("test_accuracy"),
+        "paper": record.summary.get("paper"),
+        "seconds": record.number("seconds"),
+    }
+
+
+def compare_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Several methods on one task as aligned plain text; the rows are those of :func:`compare_row`.
+
+    Rows of one method and level set, which are its seeds, make one line: the mean ± the sample standard deviation of
+    each accuracy, and the mean time of a run. A value that is missing or None is shown as a dash.
+
+    >>> row = {"method": "bc", "levels": "binary", "seed": 0, "bits": 1.0, "soft": 97.5, "val": 97.8, "test": 97.5}
+    >>> print(compare_table([row | {"seconds": 75}]))
+    method  levels  bits per weight  soft %  rounded val %  rounded test %        time
+    ------  ------  ---------------  ------  -------------  --------------  ----------
+    bc      -1, +1             1.00   97.50          97.80           97.50  1 min 15 s
+    >>> print(compare_table([row | {"seconds": 75}, row | {"seed": 1, "test": 98.1}]).splitlines()[-1])
+    bc      -1, +1             1.00  0, 1   97.50 ± 0.00   97.80 ± 0.00    97.80 ± 0.42    1 min 15 s
+    """
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["method"], labels.levels(row.get("levels"))), []).append(row)
+    several = any(len(group) > 1 for group in groups.values())
+    header = ["method", "levels", "bits per weight", *(["seeds"] if several else [])]
+    header += ["soft %", "rounded val %", "rounded test %", "time per run" if several else "time"]
+    text = []
+    for names, group in groups.items():
+        seeds = [", ".join(str(row.get("seed", "-")) for row in group)] if several else []
+        accuracies = [spread([row.get(key) for row in group]) for key in ("soft", "val", "test")]
+        seconds = [row["seconds"] for row in group if row.get("seconds") is not None]
+        time = duration(statistics.fmean(seconds) if seconds else None)
+        text.append([*names, spread([group[0].get("bits")]), *seeds, *accuracies, time])
+    lines = aligned([header, *text], left=("method", "levels", "seeds"))
+    lines.insert(1, ["-" * len(cell) for cell in lines[0]])
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def results_tables(records: Sequence[RunRecord]) -> str:
+    """Runs that were kept as results: one table per data set and model, in which changed runs show their changes."""
+    tasks: dict[str, list[dict[str, Any]]] = {}
+    for record in sorted(records, key=lambda record: labels.method_order(record.name)):
+        changes = "".join(f" {key}={value}" for key, value in record.changes.items() if key != "method")
+        row = {**compare_row(record), "method": printable(record.name + changes)}
+        task = f"{labels.data(str(record.config.get('data')))}, {labels.model(str(record.config.get('model')))}"
+        tasks.setdefault(printable(task), []).append(row)
+    tables = [f"{task}\n\n{compare_table(rows)}\n" for task, rows in sorted(tasks.items())]
+    return "\n".join(tables) or "There are no runs yet: mirrorquant train --results FOLDER keeps one in a folder."
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[str], least: int = 0) -> list[list[str]]:
+    """The cells of a table padded to the widths of their columns; those not under a header in ``left`` on the left.
+
+    >>> aligned([["a", "b"], ["10", "20.5"]], left=["a"])
+    [['a ', '   b'], ['10', '20.5']]
+    """
+    widths = [max(least, *map(len, column)) for column in zip(*rows, strict=True)]
+    pads = [str.ljust if name in left else str.rjust for name in rows[0]]
+    return [[pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)] for row in rows]
+
+
+def spread(values: Sequence[float | None], *, count: bool = False) -> str:
+    """A value, or the mean of several with their sample standard deviation; a dash where one is missing.
+
+    >>> spread([97.5]), spread([97.5, 98.1], count=True), spread([None])
+    ('97.50', '97.80 ± 0.42 (n = 2)', '-')
+    """
+    numbers = [value for value in values if value is not None]
+    if not numbers or len(numbers) < len(values):
+        return "-"
+    mean = f"{statistics.fmean(numbers):.2f}"
+    if len(numbers) == 1:
+        return mean
+    return f"{mean} ± {statistics.stdev(numbers):.2f}" + f" (n = {len(numbers)})" * count
+
+
+def duration(seconds: float | None) -> str:
+    """A time for people.
+
+    >>> duration(3.25), duration(75), duration(3700)
+    ('3.2 s', '1 min 15 s', '1 h 01 min')
+    """
+    if seconds is None:
+        return "-"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

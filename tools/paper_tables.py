@@ -1,0 +1,232 @@
+"""The paper's tables with our runs beside them, in Markdown, made from the files in ``results/``.
+
+    python tools/paper_tables.py                             print them
+    python tools/paper_tables.py --write --readme README.md  write results/README.md, and the tables of README.md
+
+Nothing in a table is typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mirrorquant.report import RecordError, RunRecord, labels, read_results
+from mirrorquant.report.tables import aligned, spread
+
+BELOW = 0.6
+MARK = "†"
+PAPER_DATA = ("cifar10", "cifar100", "tinyimagenet")
+PAPER_TABLES = (
+    ("Binary weights", "tab:res_binary", "binary", ("vgg16", "resnet18")),
+    ("Binary weights, MobileNetV2", "tab:res_mobilenet_bracewell", "binary", ("mobilenetv2",)),
+    ("Ternary weights", "tab:res_ternary", "ternary", ("vgg16", "resnet18")),
+)
+HEAD = """# Results
+
+`tools/paper_tables.py` makes this file from the JSON files beside it, one per run. Accuracies are test accuracies in
+percent of the rounded network, of the iteration with the best rounded validation accuracy; of several seeds the mean ±
+the sample standard deviation. Iterations per second and minutes are means over the seeds, with start-up, validation and
+checkpoints in them; the files have the seconds of each, and the rate of training alone."""
+TINYIMAGENET = "The test set is the official validation set, which also selects the iteration, as in the paper."
+RUNNING = ("seeds", "iterations/s", "minutes")
+BEGIN, END = "<!-- made by tools/paper_tables.py -->", "<!-- end of what tools/paper_tables.py made -->"
+
+Cell = list[RunRecord]
+"""Runs that differ in their seed alone."""
+
+
+def results_table(folder: Path) -> str:
+    """The text of ``results/README.md``, from the runs in a folder and its subfolders.
+
+    Only cells that have runs appear. A cell more than 0.6 points below the paper carries a mark, explained below the
+    tables with a link to ``findings.md`` if the folder has one. Runs without a recipe, or that differ from it as it is
+    today in more than the seed, the machine and the speed, are listed apart, each with its differences.
+    """
+    runs = read_results(folder)
+    faithful = grouped(run for run in runs if named(run) and not run.changes)
+    others = grouped(run for run in runs if not named(run) or run.changes)
+    parts = [HEAD, *paper_sections(faithful), *outside_sections(faithful)]
+    if others:
+        parts.append(others_section(others))
+    if not runs:
+        parts.append(f"There are no runs yet. `mirrorquant train --results {folder.name}` keeps one here.")
+    if any(MARK in part for part in parts):
+        known = "; [findings.md](findings.md) says what is known about why"
+        parts.append(f"{MARK} more than {BELOW} points below the paper{known * (folder / 'findings.md').is_file()}.")
+    if runs:
+        parts.append("Made with " + "; ".join(sorted({versions(run) for run in runs})) + ".")
+    return "\n\n".join(parts) + "\n"
+
+
+def with_results(readme: str, table: str) -> str:
+    """A README with the tables of :func:`results_table` between its marks, one heading deeper."""
+    if not 0 <= readme.find(BEGIN) < readme.find(END):
+        raise RecordError(f"there is no place for the tables: put the two lines {BEGIN} and {END} where they belong")
+    tables = table[table.index("\n## ") + 1 :] if "\n## " in table else ""
+    deeper = re.sub("^#", "##", tables.replace("](findings.md)", "](results/findings.md)").strip(), flags=re.MULTILINE)
+    before, rest = readme.split(BEGIN, 1)
+    return f"{before}{BEGIN}\n\n{deeper}\n\n{END}{rest.split(END, 1)[1]}"
+
+
+def named(run: RunRecord) -> bool:
+    """Whether a run has a recipe."""
+    return run.recipe.count("/") in (2, 3)
+
+
+def title(run: RunRecord) -> str:
+    """The recipe, or data, model and method without one."""
+    return run.recipe or ", ".join(str(run.config.get(key)) for key in ("data", "model", "method"))
+
+
+def place(run: RunRecord) -> tuple[str, str, str, str]:
+    """Data set, model, levels ("" for the float network) and method: the parts of the recipe's name."""
+    parts = run.recipe.split("/")
+    data, model, levels, method = parts if len(parts) == 4 else (*parts[:2], "", parts[-1])
+    return data, model, levels, method
+
+
+def versions(run: RunRecord) -> str:
+    """The software and the device of a run."""
+    found = run.summary.get("versions")
+    if not isinstance(found, dict):
+        raise RecordError(f"{run.path}: versions are {found!r:.60}, expected names and versions")
+    return f"mirrorquant {found.get('mirrorquant')}, torch {found.get('torch')}, {found.get('device')}"
+
+
+def override(key: str, value: Any) -> str:
+    """An override as it is given on the command line."""
+    if isinstance(value, list):
+        return f"{key}={','.join(value)}"
+    return f"{key}={'auto' if value is None else str(value).lower() if isinstance(value, bool) else value}"
+
+
+def differences(run: RunRecord) -> tuple[str, ...]:
+    """How a run differs from its recipe."""
+    return tuple(override(key, value) for key, value in sorted(run.changes.items()))
+
+
+def grouped(runs: Iterable[RunRecord]) -> list[Cell]:
+    """Runs that differ in their seed alone, together, in the order of the paper's rows; no seed twice."""
+    groups: dict[tuple[str, tuple[str, ...]], dict[int, RunRecord]] = {}
+    for run in runs:
+        seed, seeds = int(run.config["seed"]), groups.setdefault((title(run), differences(run)), {})
+        if seed in seeds:
+            raise RecordError(f"{run.path}: {title(run)} with seed {seed} is in {seeds[seed].path} too; keep one")
+        seeds[seed] = run
+    cells = [[seeds[seed] for seed in sorted(seeds)] for _, seeds in sorted(groups.items())]
+    return sorted(cells, key=lambda cell: labels.method_order(title(cell[0]).split("/")[-1]))
+
+
+def in_paper(cell: Cell) -> bool:
+    """Whether the paper has a figure for these runs."""
+    return cell[0].summary.get("paper") is not None and place(cell[0])[0] in PAPER_DATA
+
+
+def paper_sections(cells: list[Cell]) -> list[str]:
+    """A section for each table of the paper, with a table for each of its columns."""
+    sections = []
+    for heading, label, levels, models in PAPER_TABLES:
+        section = []
+        for data, model in ((data, model) for data in PAPER_DATA for model in models):
+            column = [cell for cell in cells if in_paper(cell) and place(cell[0])[:2] == (data, model)]
+            column = [cell for cell in column if place(cell[0])[2] in ("", levels)]
+            # REF stands in the binary and in the ternary table: alone, it is shown in the first of them only.
+            if column and (levels == "binary" or any(place(cell[0])[2] for cell in column)):
+                section += [f"### {labels.data(data)}, {labels.model(model)}", paper_table(column)]
+                section += [TINYIMAGENET] if data == "tinyimagenet" else []
+        sections += [f"## {heading} ({label})", *section] if section else []
+    return sections
+
+
+def paper_table(column: list[Cell]) -> str:
+    """Our runs beside the paper's figures."""
+    rows = []
+    for cell in column:
+        paper, ours = cell[0].number("paper"), statistics.fmean(run.number("test_accuracy") for run in cell)
+        difference = round(ours - paper, 2)  # as printed, so that -0.60 is never marked
+        mark = f" {MARK}" if difference < -BELOW else ""
+        rows.append([method(cell), f"{paper:.2f}", mean(cell), f"{difference:+.2f}{mark}", *running(cell)])
+    return markdown(["method", "paper", "ours", "difference", *RUNNING], rows)
+
+
+def outside_sections(cells: list[Cell]) -> list[str]:
+    """Recipes for which the paper has no figure: the same tables without it."""
+    columns: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        if not in_paper(cell):
+            columns.setdefault(place(cell[0])[:2], []).append(cell)
+    section = ["## Not in the paper"] if columns else []
+    for (data, model), column in sorted(columns.items()):
+        rows = [[method(c), labels.levels(place(c[0])[2] or None), mean(c), *running(c)] for c in column]
+        section += [f"### {labels.data(data)}, {labels.model(model)}"]
+        section += [markdown(["method", "levels", "ours", *RUNNING], rows)]
+    return section
+
+
+def others_section(cells: list[Cell]) -> str:
+    """Runs that are not those of a recipe."""
+    rows = []
+    for cell in cells:
+        changes = ", ".join(f"`{change}`" for change in differences(cell[0]))
+        rows.append([title(cell[0]), changes or "no recipe", mean(cell), *running(cell)])
+    return "## Other runs\n\n" + markdown(["run", "overrides", "ours", *RUNNING], rows)
+
+
+def running(cell: Cell) -> list[str]:
+    """Seeds, iterations per second and minutes."""
+    rate = statistics.fmean(run.number("iterations_per_second") for run in cell)
+    seconds = statistics.fmean(run.number("seconds") for run in cell)
+    seeds = ", ".join(str(run.config["seed"]) for run in cell)
+    return [seeds, f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}", f"{seconds / 60:.1f}"]
+
+
+def method(cell: Cell) -> str:
+    """The method as the paper writes it, in Markdown."""
+    return labels.method(place(cell[0])[3]).replace("*", r"\*")
+
+
+def mean(cell: Cell) -> str:
+    """The mean over seeds, with its spread where there are several."""
+    return spread([run.number("test_accuracy") for run in cell], count=True)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, its columns padded so that the text reads as a table too; numbers to the right."""
+    left = ("method", "levels", "run", "overrides", "seeds")
+    escaped = [[cell.replace("|", r"\|") for cell in row] for row in (header, *rows)]
+    lines = aligned(escaped, left, least=3)
+    rule = ["-" * len(c) if n in left else "-" * (len(c) - 1) + ":" for n, c in zip(header, lines[0], strict=True)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints or writes the tables; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("results"), help="folder of the runs' JSON files")
+    parser.add_argument("--write", action="store_true", help="write README.md there")
+    parser.add_argument("--readme", type=Path, metavar="FILE", help="write the tables into a text, between its marks")
+    options = parser.parse_args(arguments)
+    try:
+        text = results_table(options.results)
+        outputs = {options.results / "README.md": text} if options.write else {}
+        if options.readme:
+            outputs[options.readme] = with_results(options.readme.read_text(encoding="utf-8"), text)
+        for file, content in outputs.items():
+            file.write_text(content, encoding="utf-8")
+            print(f"wrote {file}")
+    except (OSError, RecordError, UnicodeDecodeError) as error:
+        print(f"paper_tables: {error}", file=sys.stderr)
+        return 1
+    if not outputs:
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
