@@ -181,9 +181,7 @@ def test_broken_files_and_seeds_that_come_twice_are_refused_by_name(put, tmp_pat
         put(summary(MD, 93.0), summary(MD, 93.1))
     with pytest.raises(RecordError, match=r"run1\.json: test_accuracy of the summary is None"):
         put(summary(MD, 93.0), {key: value for key, value in summary(MD, 93.0, 1).items() if key != "test_accuracy"})
-    with pytest.raises(
-        RecordError, match=r"run1\.json: test_accuracy of the summary is 'many', expected a finite"
-    ):
+    with pytest.raises(RecordError, match=r"run1\.json: test_accuracy of the summary is 'many', expected a finite"):
         put(summary(MD, 93.0), {**summary(MD, 93.0, 1), "test_accuracy": "many"})
     with pytest.raises(RecordError, match=r"run1\.json: test_accuracy of the summary is nan"):
         put(summary(MD, 93.0), summary(MD, math.nan, 1))
