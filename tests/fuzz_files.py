@@ -62,7 +62,7 @@ def outcome(seed, path):
     path.write_bytes(found)
     loaded, told = None, ""
     try:
-        loaded = mq.load(path, None if isinstance(original, mq.models.DigitsNet) else original)
+        loaded = mq.load(path, None if mq.models.identify(original) else original)
     except PackError as error:
         told = str(error)
     if loaded is None:
@@ -72,7 +72,7 @@ def outcome(seed, path):
     assert fits or found == content, "an altered file was loaded"
     plain = mq.unpack(loaded)
     mq.save(loaded, path)  # what was loaded can be saved, and comes back
-    assert mq.load(path, None if isinstance(original, mq.models.DigitsNet) else original).about == loaded.about
+    assert mq.load(path, None if mq.models.identify(original) else original).about == loaded.about
     if same_state(plain, original):
         return "the same model"
     with torch.no_grad():

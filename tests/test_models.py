@@ -1,3 +1,4 @@
+import copy
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mirrorquant import models
+from mirrorquant.models import registry
 
 SHAPES = {"digitsnet": (1, 8, 8), "mobilenetv2": (3, 8, 8), "resnet18": (3, 8, 8), "vgg16": (3, 32, 32)}
 
@@ -170,6 +172,26 @@ def test_build_names_an_option_that_a_model_does_not_take() -> None:
         models.ModelError, match=r"'vgg16' does not take \['stem_stride'\], only \['classes', 'affine'\]"
     ):
         models.build("vgg16", 10, stem_stride=2)
+
+
+def test_one_function_adds_a_model_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    for table in ("_BUILDERS", "_LABELS"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
+
+    @models.register("linear", label="Linear")
+    def linear(classes: int = 10, *, width: int = 64) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(width, classes))
+
+    assert "linear" in models.names()
+    assert models.options("linear") == ["width"]
+    assert models.label("linear") == "Linear"
+    model = models.build("linear", 3, width=4)
+    assert models.identify(copy.deepcopy(model)) == {"name": "linear", "options": {"classes": 3, "width": 4}}
+    assert models.linear(3, width=4)[1].in_features == 4
+    model.append(nn.ReLU())
+    assert models.identify(model) is None
+    with pytest.raises(models.ModelError, match="there is a model 'linear' already"):
+        models.register("linear")(linear)
 
 
 @pytest.fixture

@@ -7,27 +7,25 @@ normalization (with no learnable parameters) and ReLU nonlinearity are used. Onl
 >>> from mirrorquant import models
 >>> model = models.build("vgg16", classes=100)
 >>> models.initialize(model)
+
+The functions that build them are attributes of this package too: ``models.vgg16(classes=100)``.
 """
 
-from mirrorquant.models.digitsnet import DigitsNet, digitsnet
-from mirrorquant.models.init import initialize
-from mirrorquant.models.mobilenet import MobileNetV2, mobilenetv2
-from mirrorquant.models.registry import ModelError, build, identify, names
-from mirrorquant.models.resnet import ResNet, resnet18
-from mirrorquant.models.vgg import VGG, vgg16
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any
 
-__all__ = [
-    "VGG",
-    "DigitsNet",
-    "MobileNetV2",
-    "ModelError",
-    "ResNet",
-    "build",
-    "digitsnet",
-    "identify",
-    "initialize",
-    "mobilenetv2",
-    "names",
-    "resnet18",
-    "vgg16",
-]
+from mirrorquant.models.init import initialize
+from mirrorquant.models.registry import ModelError, build, builder, identify, label, names, options, register
+
+__all__ = ["ModelError", "build", "identify", "initialize", "label", "names", "options", "register"]
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name in names():
+        return builder(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,23 +14,14 @@ def initialize(model: nn.Module, generator: torch.Generator | None = None) -> No
     Scale and shift of a normalization layer are not drawn but put back to 1 and 0. Only REF, the float network, has
     them: in the quantized networks batch norm has "no learnable parameters".
 
-    Numbers are drawn on the CPU in float32, in the order of ``model.parameters()``, then copied: a generator gives
-    the same model on every device and in every memory format.
+    Numbers are drawn on the CPU in float32, in the order of ``model.parameters()``, then copied: a generator, which must
+    be on the CPU, gives the same model on every device and in every memory format.
 
-    Args:
-        model: the model, changed in place.
-        generator: a CPU generator; torch's global one when None.
-
-    Raises:
-        ValueError: the generator is not a CPU one.
-
-    Example:
-        >>> import torch
-        >>> from mirrorquant import models
-        >>> model = models.digitsnet()
-        >>> models.initialize(model, torch.Generator().manual_seed(0))
-        >>> round(model.fc.bias.std().item(), 1)
-        0.1
+    >>> from mirrorquant import models
+    >>> model = models.digitsnet()
+    >>> models.initialize(model, torch.Generator().manual_seed(0))
+    >>> round(model.fc.bias.std().item(), 1)
+    0.1
     """
     if generator is not None and generator.device.type != "cpu":
         raise ValueError(

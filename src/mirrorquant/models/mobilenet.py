@@ -3,6 +3,8 @@
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from mirrorquant.models.registry import register
+
 _STEM = 32
 _LAST = 1280
 # Expansion, channels, blocks, stride of the first block. For ImageNet the stem and the second stage have stride 2 too.
@@ -63,28 +65,21 @@ class MobileNetV2(nn.Module):
         return logits
 
 
+@register("mobilenetv2", label="MobileNetV2")
 def mobilenetv2(classes: int = 10, *, affine: bool = False) -> MobileNetV2:
     """MobileNetV2 for 32x32 colour images.
 
     The paper says "MobileNetV2 architectures adapted for CIFAR" and no more. This is the adaptation in common use:
     stride 1 in the stem and in the second stage, an expansion in every block, a 1x1 convolution as shortcut where a
     block of stride 1 changes the number of channels; ReLU instead of ReLU6, because "in all the models [...] ReLU
-    nonlinearity [is] used".
+    nonlinearity [is] used". ``affine`` is the learnable scale and shift of batch norm.
 
-    Args:
-        classes: number of logits.
-        affine: whether batch norm has a learnable scale and shift; the paper keeps them only in REF, the float network.
+    For 10 classes and ``affine=False`` it has 2,261,834 parameters in 59 tensors: stem 864, 1x1 expansions and
+    projections 1,716,096, depthwise convolutions 64,224, four shortcuts 58,240, last convolution 409,600, linear
+    12,810. Scale and shift of the batch norms make it 2,296,922, the figure known for this adaptation.
 
-    Returns:
-        The model; for 10 classes and ``affine=False`` it has 2,261,834 parameters in 59 tensors: stem 864, 1x1
-        expansions and projections 1,716,096, depthwise convolutions 64,224, four shortcuts 58,240, last convolution
-        409,600, linear 12,810. Scale and shift of the batch norms make it 2,296,922, the figure known for this
-        adaptation.
-
-    Example:
-        >>> from mirrorquant import models
-        >>> sum(parameter.numel() for parameter in models.mobilenetv2().parameters())
-        2261834
+    >>> sum(parameter.numel() for parameter in mobilenetv2().parameters())
+    2261834
     """
     return MobileNetV2(classes, affine=affine)
 

@@ -1,71 +1,96 @@
 """Models by name: those of this package, and any function that returns an ``nn.Module``."""
 
 import difflib
+import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from mirrorquant.models.digitsnet import DigitsNet, digitsnet
-from mirrorquant.models.mobilenet import MobileNetV2, mobilenetv2
-from mirrorquant.models.resnet import ResNet, resnet18
-from mirrorquant.models.vgg import VGG, vgg16
+from mirrorquant.errors import MirrorquantError
 
-_MODELS: dict[str, Callable[..., nn.Module]] = {
-    "digitsnet": digitsnet,
-    "mobilenetv2": mobilenetv2,
-    "resnet18": resnet18,
-    "vgg16": vgg16,
-}
+__all__ = ["ModelError", "build", "builder", "identify", "label", "names", "options", "register"]
+
+_BUILDERS: dict[str, Callable[..., nn.Module]] = {}
+_LABELS: dict[str, str] = {}
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
-class ModelError(ValueError):
+class ModelError(MirrorquantError, ValueError):
     """A model that cannot be built as asked."""
 
 
-def names() -> list[str]:
-    """Names of the models of this package, sorted.
+def register(name: str, label: str = "") -> Callable[[Callable[..., _Model]], Callable[..., _Model]]:
+    """Makes a function that returns a model known as ``name``; reports call it ``label``.
 
-    Example:
-        >>> from mirrorquant import models
-        >>> models.names()
-        ['digitsnet', 'mobilenetv2', 'resnet18', 'vgg16']
+    The signature of the function says which options the model has. A model remembers the options it was built with, so
+    that a packed file can name them. A module added to this package is imported with it: one file adds a model.
     """
-    return sorted(_MODELS)
+
+    def wrap(function: Callable[..., _Model]) -> Callable[..., _Model]:
+        if name in _BUILDERS:
+            raise ModelError(f"there is a model {name!r} already, {_BUILDERS[name].__module__}: choose another name")
+
+        @functools.wraps(function)
+        def built(*arguments: Any, **options: Any) -> _Model:
+            model = function(*arguments, **options)
+            bound = inspect.signature(function).bind(*arguments, **options)
+            bound.apply_defaults()
+            model.built_as = {"name": name, "options": dict(bound.arguments)}  # type: ignore[assignment]
+            return model
+
+        _BUILDERS[name] = built
+        _LABELS[name] = label or name
+        return built
+
+    return wrap
+
+
+def names() -> list[str]:
+    """Names of the registered models, sorted.
+
+    >>> names()
+    ['digitsnet', 'mobilenetv2', 'resnet18', 'vgg16']
+    """
+    return sorted(_BUILDERS)
+
+
+def label(name: str) -> str:
+    """A model as it is usually written: ``resnet18`` is ResNet-18; an unknown name as it is."""
+    return _LABELS.get(name, name)
+
+
+def options(name: str) -> list[str]:
+    """The options that a registered model takes, apart from the number of classes.
+
+    >>> options("resnet18")
+    ['affine', 'stem_stride']
+    """
+    return [option for option in inspect.signature(builder(name)).parameters if option != "classes"]
 
 
 def build(name: str, classes: int, **options: Any) -> nn.Module:
-    """Build a model by name, or by ``"module:function"`` for your own function that returns a model.
+    """A model by name, or from ``"module:function"``, a function that returns a custom one.
 
-    Args:
-        name: one of :func:`names`, or ``"module:function"``. The function of a user is called with
-            ``classes=classes`` when it has a parameter of that name; otherwise it decides by itself how many logits
-            there are.
-        classes: number of logits.
-        options: passed to the function, for example ``affine=True`` or ``stem_stride=2``.
-
-    Returns:
-        The model, with the initialization that its layers have in torch; see :func:`initialize` for the paper's.
+    A custom function gets ``classes=classes`` if it has a parameter of that name. Other ``options`` are passed on. The
+    model has the initialization of its torch layers; see :func:`initialize` for the paper's.
 
     Raises:
         ModelError: no such model, no such function, an option that it does not take, or a result that is not an
             ``nn.Module`` or has lazy layers without a shape.
 
-    Example:
-        >>> from mirrorquant import models
-        >>> models.build("resnet18", 200, stem_stride=2).conv1.stride
-        (2, 2)
-        >>> models.build("mirrorquant.models:digitsnet", 26).fc.out_features
-        26
-        >>> models.build("resnet81", 10)
-        Traceback (most recent call last):
-        ...
-        mirrorquant.models.registry.ModelError: no model 'resnet81'; did you mean 'resnet18'? ...
+    >>> build("resnet18", 200, stem_stride=2).conv1.stride
+    (2, 2)
+    >>> build("mirrorquant.models:digitsnet", 26).fc.out_features
+    26
+    >>> build("resnet81", 10)
+    Traceback (most recent call last):
+    mirrorquant.models.registry.ModelError: no model 'resnet81'; did you mean 'resnet18'? ...
     """
-    function = _imported(name) if ":" in name else _own(name)
+    function = _imported(name) if ":" in name else builder(name)
     accepted = inspect.signature(function).parameters
     if "classes" in accepted:
         options["classes"] = classes
@@ -90,62 +115,35 @@ def build(name: str, classes: int, **options: Any) -> nn.Module:
 
 
 def identify(model: nn.Module) -> dict[str, Any] | None:
-    """Name and options from which :func:`build` makes such a model; None if it is none of this package's.
+    """Name and options from which :func:`build` makes such a model; None for a custom one.
 
-    A model that was changed after it was built is none, whatever its class.
+    A model that was changed after it was built is custom, whatever its class.
 
-    Example:
-        >>> from mirrorquant import models
-        >>> models.identify(models.resnet18(100, stem_stride=2))
-        {'name': 'resnet18', 'options': {'classes': 100, 'affine': False, 'stem_stride': 2}}
-        >>> models.identify(nn.Sequential())
+    >>> identify(build("resnet18", 100, stem_stride=2))
+    {'name': 'resnet18', 'options': {'classes': 100, 'affine': False, 'stem_stride': 2}}
+    >>> identify(nn.Sequential())
     """
-    if type(model) not in _OPTIONS:
+    found: dict[str, Any] | None = vars(model).get("built_as")
+    if found is None:
         return None
-    name, options_of = _OPTIONS[type(model)]
-    try:
-        options = options_of(model)
-        with torch.device("meta"):
-            same = build(name, **options)
-    except (AttributeError, TypeError, ModelError):  # a layer was replaced
-        return None
-    return {"name": name, "options": options} if _structure(same) == _structure(model) else None
+    with torch.device("meta"):
+        same = build(found["name"], **found["options"])
+    return found if _structure(same) == _structure(model) else None
 
 
 def _structure(model: nn.Module) -> tuple[str, dict[str, torch.Size]]:
     return repr(model), {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
-_OPTIONS: dict[type[nn.Module], tuple[str, Callable[[Any], dict[str, Any]]]] = {
-    DigitsNet: (
-        "digitsnet",
-        lambda m: {
-            "classes": m.fc.out_features,
-            "affine": m.bn1.affine,
-            "channels": m.conv1.in_channels,
-            "width": m.conv1.out_channels,
-        },
-    ),
-    MobileNetV2: ("mobilenetv2", lambda m: {"classes": m.fc.out_features, "affine": m.bn1.affine}),
-    ResNet: (
-        "resnet18",
-        lambda m: {"classes": m.fc.out_features, "affine": m.bn1.affine, "stem_stride": m.conv1.stride[0]},
-    ),
-    VGG: (
-        "vgg16",
-        lambda m: {"classes": m.classifier.fc3.out_features, "affine": m.classifier.bn1.affine},
-    ),
-}
-
-
-def _own(name: str) -> Callable[..., nn.Module]:
-    if name not in _MODELS:
-        near = difflib.get_close_matches(name, _MODELS, n=1, cutoff=0.0)
+def builder(name: str) -> Callable[..., nn.Module]:
+    """The function that builds a registered model."""
+    if name not in _BUILDERS:
+        near = difflib.get_close_matches(name, _BUILDERS, n=1, cutoff=0.0)
         raise ModelError(
             f"no model {name!r}; did you mean {near[0]!r}? Models are {', '.join(names())}, "
-            "or 'module:function' for a function of your own"
+            "or 'module:function' for a custom one"
         )
-    return _MODELS[name]
+    return _BUILDERS[name]
 
 
 def _imported(name: str) -> Callable[..., Any]:

@@ -3,6 +3,8 @@
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from mirrorquant.models.registry import register
+
 _WIDTHS = (64, 128, 256, 512)
 _BLOCKS = 2
 
@@ -52,25 +54,18 @@ class ResNet(nn.Module):
         return logits
 
 
+@register("resnet18", label="ResNet-18")
 def resnet18(classes: int = 10, *, affine: bool = False, stem_stride: int = 1) -> ResNet:
     """ResNet-18 for 32x32 colour images (``stem_stride=1``) or 64x64 ones (``stem_stride=2``).
 
     "For TinyImageNet, the stride of the first convolutional layer of ResNet-18 is set to 2 to handle the image size."
 
-    Args:
-        classes: number of logits.
-        affine: whether batch norm has a learnable scale and shift; the paper keeps them only in REF, the float network.
-        stem_stride: stride of the first convolution.
+    ``affine`` is the learnable scale and shift of batch norm. For 10 classes and ``affine=False`` the model has
+    11,164,362 parameters in 22 tensors: 17 convolutions, 3 shortcuts, the weight and the bias of the linear layer.
 
-    Returns:
-        The model; for 10 classes and ``affine=False`` it has 11,164,362 parameters in 22 tensors: 17 convolutions, 3
-        shortcuts, the weight and the bias of the linear layer.
-
-    Example:
-        >>> from mirrorquant import models
-        >>> sizes = [parameter.numel() for parameter in models.resnet18().parameters()]
-        >>> len(sizes), sum(sizes)
-        (22, 11164362)
+    >>> sizes = [parameter.numel() for parameter in resnet18().parameters()]
+    >>> len(sizes), sum(sizes)
+    (22, 11164362)
     """
     return ResNet(classes, affine=affine, stem_stride=stem_stride)
 

@@ -4,6 +4,8 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
+from mirrorquant.models.registry import register
+
 _CHANNELS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 _HIDDEN = 512
 
@@ -26,23 +28,15 @@ class VGG(nn.Module):
         return logits
 
 
+@register("vgg16", label="VGG-16")
 def vgg16(classes: int = 10, *, affine: bool = False) -> VGG:
     """VGG-16 for 32x32 colour images, or larger ones.
 
     "The size of the fully-connected layers of VGG-16 is set to 512 and no dropout layers are employed." Convolutions
-    have biases, batch norm and ReLU follow all layers but the last.
+    have biases, batch norm and ReLU follow all layers but the last. ``affine`` is batch norm's learnable scale and shift.
 
-    Args:
-        classes: number of logits.
-        affine: whether batch norm has a learnable scale and shift; the paper keeps them only in REF, the float network.
-
-    Returns:
-        The model; for 10 classes and ``affine=False`` it has 15,245,130 parameters.
-
-    Example:
-        >>> from mirrorquant import models
-        >>> sum(parameter.numel() for parameter in models.vgg16().parameters())
-        15245130
+    >>> sum(parameter.numel() for parameter in vgg16().parameters())
+    15245130
     """
     return VGG(classes, affine=affine)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["data", "level_values", "levels", "method", "method_colour", "method_order", "model", "uses_beta"]
+__all__ = ["data", "level_values", "levels", "method", "method_colour", "method_order", "uses_beta"]
 
 # Paul Tol's "muted" colours, which remain distinct with any colour vision: baselines warm, mirror descent cool, its
 # stable forms dark.
@@ -28,7 +28,6 @@ _DATA = {
     "fashion-mnist": "Fashion-MNIST",
     "digits": "UCI digits",
 }
-_MODELS = {"vgg16": "VGG-16", "resnet18": "ResNet-18", "mobilenetv2": "MobileNetV2", "digitsnet": "DigitsNet"}
 _LEVELS = {"binary": (-1.0, 1.0), "ternary": (-1.0, 0.0, 1.0)}
 
 
@@ -66,11 +65,6 @@ def method_order(name: str) -> tuple[int, bool]:
 def data(name: str) -> str:
     """A data set as it is usually written: ``cifar10`` is CIFAR-10."""
     return _DATA.get(name, name)
-
-
-def model(name: str) -> str:
-    """A network as it is usually written: ``resnet18`` is ResNet-18."""
-    return _MODELS.get(name, name)
 
 
 def level_values(levels: str | Sequence[float] | None) -> tuple[float, ...]:

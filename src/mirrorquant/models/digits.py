@@ -3,6 +3,8 @@
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, relu
 
+from mirrorquant.models.registry import register
+
 
 class DigitsNet(nn.Module):
     """Convolutions ``conv1`` to ``conv3`` of 3x3 with max-pools in between, global average pool, linear ``fc``."""
@@ -26,22 +28,16 @@ class DigitsNet(nn.Module):
         return logits
 
 
+@register("digitsnet", label="DigitsNet")
 def digitsnet(classes: int = 10, *, affine: bool = False, channels: int = 1, width: int = 32) -> DigitsNet:
     """A small network for images of 4x4 pixels or more: 1x8x8 UCI digits, 1x28x28 Fashion-MNIST. Not in the paper.
 
-    Args:
-        classes: number of logits.
-        affine: whether batch norm has a learnable scale and shift; the paper keeps them only in REF, the float network.
-        channels: channels of an image: 1 for grey, 3 for colour.
-        width: channels of the first convolution; the other two have twice as many.
+    ``channels`` are those of an image; ``width`` is the number of channels of the first convolution, the other two have
+    twice as many. ``affine`` is the learnable scale and shift of batch norm. For 10 classes, one channel and
+    ``affine=False`` there are 56,234 parameters in 5 tensors.
 
-    Returns:
-        The model; for 10 classes, one channel and ``affine=False`` it has 56,234 parameters in 5 tensors.
-
-    Example:
-        >>> import torch
-        >>> from mirrorquant import models
-        >>> models.digitsnet()(torch.zeros(2, 1, 8, 8)).shape
-        torch.Size([2, 10])
+    >>> import torch
+    >>> digitsnet()(torch.zeros(2, 1, 8, 8)).shape
+    torch.Size([2, 10])
     """
     return DigitsNet(classes, affine=affine, channels=channels, width=width)
