@@ -14,8 +14,8 @@ def initialize(model: nn.Module, generator: torch.Generator | None = None) -> No
     Scale and shift of a normalization layer are not drawn but put back to 1 and 0. Only REF, the float network, has
     them: in the quantized networks batch norm has "no learnable parameters".
 
-    Numbers are drawn on the CPU in float32, in the order of ``model.parameters()``, then copied: a generator, which must
-    be on the CPU, gives the same model on every device and in every memory format.
+    Numbers are drawn on the CPU in float32, in the order of ``model.parameters()``, then copied: a generator on the
+    CPU, the only kind allowed, gives the same model on every device and in every memory format.
 
     >>> from mirrorquant import models
     >>> model = models.digitsnet()

@@ -33,7 +33,7 @@ def vgg16(classes: int = 10, *, affine: bool = False) -> VGG:
     """VGG-16 for 32x32 colour images, or larger ones.
 
     "The size of the fully-connected layers of VGG-16 is set to 512 and no dropout layers are employed." Convolutions
-    have biases, batch norm and ReLU follow all layers but the last. ``affine`` is batch norm's learnable scale and shift.
+    have biases, batch norm and ReLU follow all layers but the last. ``affine``: with learnable scale and shift.
 
     >>> sum(parameter.numel() for parameter in vgg16().parameters())
     15245130
