@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mirrorquant.data import label as data_label
 from mirrorquant.models import label as model_label
 from mirrorquant.report import RecordError, RunRecord, labels, read_results
 from mirrorquant.report.tables import aligned, spread
@@ -139,7 +140,7 @@ def paper_sections(cells: list[Cell]) -> list[str]:
             column = [cell for cell in column if place(cell[0])[2] in ("", levels)]
             # REF stands in the binary and in the ternary table: alone, it is shown in the first of them only.
             if column and (levels == "binary" or any(place(cell[0])[2] for cell in column)):
-                section += [f"### {labels.data(data)}, {model_label(model)}", paper_table(column)]
+                section += [f"### {data_label(data)}, {model_label(model)}", paper_table(column)]
                 section += [TINYIMAGENET] if data == "tinyimagenet" else []
         sections += [f"## {heading} ({label})", *section] if section else []
     return sections
@@ -165,7 +166,7 @@ def outside_sections(cells: list[Cell]) -> list[str]:
     section = ["## Not in the paper"] if columns else []
     for (data, model), column in sorted(columns.items()):
         rows = [[method(c), labels.levels(place(c[0])[2] or None), mean(c), *running(c)] for c in column]
-        section += [f"### {labels.data(data)}, {model_label(model)}"]
+        section += [f"### {data_label(data)}, {model_label(model)}"]
         section += [markdown(["method", "levels", "ours", *RUNNING], rows)]
     return section
 

@@ -36,6 +36,7 @@ from mirrorquant import methods, models, packing
 from mirrorquant._text import printable
 from mirrorquant._version import __version__
 from mirrorquant.data import Data, DataError, load
+from mirrorquant.data import get as get_data
 from mirrorquant.data import names as data_names
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.health import health
@@ -441,9 +442,8 @@ def summary(options: argparse.Namespace) -> None:
     else:
         _refuse_file(options.what, "the folder of a run, a recipe or a packed *.safetensors")
         config = Config.from_recipe(str(options.what))
-        classes, channels = {"cifar100": (100, 3), "tinyimagenet": (200, 3), "cifar10": (10, 3)}.get(
-            config.data, (10, 1)
-        )
+        known = get_data(config.data)
+        classes, channels = known.classes or 10, known.shape[0] if known.shape else 3
         rows = layers(_model(config, classes, channels)[1])
     if options.json:
         print(json.dumps(rows))

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from mirrorquant import _files
+from mirrorquant.errors import MirrorquantError
 
 
-class DataError(ValueError):
+class DataError(MirrorquantError, ValueError):
     """A data file is missing, damaged or not what it should be; the message names it and says what to do."""
 
 
@@ -36,12 +37,12 @@ class Images:
             raise DataError(f"images are {found}, expected torch.uint8 of shape N×C×H×W")
         if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
             found = f"{self.labels.dtype} of shape {tuple(self.labels.shape)}"
-            raise DataError(f"labels are {found}, expected torch.int64 of shape ({len(self.images)},), one an image")
+            raise DataError(f"labels are {found}, expected torch.int64 of shape ({len(self.images)},), one per image")
         if len(self.images) == 0:
             raise DataError("there are no images, expected at least one")
         low, high = int(self.labels.min()), int(self.labels.max())
         if low < 0 or high >= len(self.classes):
-            raise DataError(f"labels run from {low} to {high}, expected 0 to {len(self.classes) - 1}, one a class")
+            raise DataError(f"labels run from {low} to {high}, expected 0 to {len(self.classes) - 1}, one per class")
 
     def __len__(self) -> int:
         return len(self.images)
@@ -70,7 +71,7 @@ class Images:
 class Data:
     """A data set: its three splits, how its images are normalised, and how they are augmented in training.
 
-    `mean` and `std` are those of pixels scaled to 0..1, one number a channel. `augment` is a name that `Loader` takes.
+    `mean` and `std` are those of pixels scaled to 0..1, one number per channel. `augment` is a name for `Loader`.
     """
 
     name: str
@@ -86,7 +87,7 @@ class Data:
             if images.shape != self.train.shape or images.classes != self.train.classes:
                 raise DataError(f"{self.name}: the {split} images differ from the training images in shape or classes")
         if not len(self.mean) == len(self.std) == self.shape[0] or min(self.std) <= 0:
-            expected = f"{self.shape[0]} each, one a channel, std above 0"
+            expected = f"{self.shape[0]} each, one per channel, std above 0"
             raise DataError(f"{self.name}: mean {self.mean} and std {self.std}, expected {expected}")
 
     def __repr__(self) -> str:

@@ -8,14 +8,13 @@ of images of each class are checked, so a changed pixel passes there unless the 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from .base import Data, DataError, Images, check_digest, read
 from .fetch import command, fetch_folder
-from .unpickle import unpickle
+from .registry import register
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 SIDE, PIXELS, VAL = 32, 3 * 32 * 32, 5_000
@@ -54,24 +53,22 @@ CIFAR100_CLASSES = tuple(_NAMES.split())
 CIFAR100_COARSE = torch.tensor([int(label) for label in _SUPERCLASSES.split()])  # of each class
 
 
+@register("cifar10", label="CIFAR-10", shape=(3, 32, 32), classes=10)
 def cifar10(root: Path, *, download: bool) -> Data:
-    """CIFAR-10 from `cifar-10-batches-bin` in `root`, or else from `cifar-10-batches-py`, or else downloaded.
-
-    `root` may be one of the two folders itself. The pickles of the second are read without running anything that they
-    name, and must hold the same records as the binary files.
-    """
-    binary, python = "cifar-10-batches-bin", "cifar-10-batches-py"
-    remedy = (
-        f"Unpack {CIFAR10_URL} so that {root / binary} holds data_batch_1.bin to data_batch_5.bin and test_batch.bin."
-    )
-    folder, pickles = _find(root, binary, "test_batch.bin"), _find(root, python, "test_batch")
-    if folder is None and pickles is None:
-        folder = root / binary
+    """CIFAR-10 from `cifar-10-batches-bin` in `root`, or `root` itself, or else downloaded."""
+    files = "data_batch_1.bin to data_batch_5.bin and test_batch.bin"
+    remedy = f"Unpack {CIFAR10_URL} so that {root / 'cifar-10-batches-bin'} holds {files}."
+    folder = _find(root, "cifar-10-batches-bin", "test_batch.bin")
+    pickles = _find(root, "cifar-10-batches-py", "test_batch")
+    if folder is None and pickles is not None:
+        raise DataError(f"{pickles} is the Python version of CIFAR-10, but only the binary version is read. {remedy}")
+    if folder is None:
+        folder = root / "cifar-10-batches-bin"
         _download("cifar10", CIFAR10_URL, CIFAR10_MD5, folder, remedy, download)
     parts = []
     for name, sha256 in CIFAR10_SHA256.items():
-        path = folder / f"{name}.bin" if folder else cast(Path, pickles) / name
-        content = read(path, RECORDS * (1 + PIXELS), remedy) if folder else _pickled_records(path, remedy)
+        path = folder / f"{name}.bin"
+        content = read(path, RECORDS * (1 + PIXELS), remedy)
         records = torch.frombuffer(content, dtype=torch.uint8).view(RECORDS, 1 + PIXELS)
         _check_labels(path, records[:, 0], len(CIFAR10_CLASSES), remedy)
         check_digest(path, content, sha256, remedy)
@@ -79,6 +76,7 @@ def cifar10(root: Path, *, download: bool) -> Data:
     return _data("cifar10", torch.cat(parts[:-1]), parts[-1], CIFAR10_CLASSES)
 
 
+@register("cifar100", label="CIFAR-100", shape=(3, 32, 32), classes=100)
 def cifar100(root: Path, *, download: bool) -> Data:
     """CIFAR-100 with its 100 fine labels from `cifar-100-binary` in `root`, or `root` itself, or else downloaded."""
     remedy = f"Unpack {CIFAR100_URL} so that {root / 'cifar-100-binary'} holds train.bin and test.bin."
@@ -112,19 +110,6 @@ def _download(name: str, url: str, md5: str, folder: Path, remedy: str, allowed:
     if not allowed:
         raise DataError(f"{folder} does not exist, and downloading is off. {remedy} {command(name, folder.parent)}")
     fetch_folder(url, md5, folder, remedy)
-
-
-def _pickled_records(path: Path, remedy: str) -> bytearray:
-    """The records of a file of `cifar-10-batches-py`, as they stand in the binary file of that name."""
-    batch = unpickle(path, limit=2 * RECORDS * PIXELS, remedy=remedy)
-    labels, pixels = (batch.get(b"labels"), batch.get(b"data")) if isinstance(batch, dict) else (None, None)
-    good = isinstance(labels, list) and len(labels) == RECORDS and all(type(v) is int and 0 <= v < 256 for v in labels)
-    if not good or not isinstance(pixels, Tensor) or pixels.shape != (RECORDS, PIXELS):
-        raise DataError(f"{path} does not hold {RECORDS:,} labels and {RECORDS:,}×{PIXELS:,} pixels. {remedy}")
-    content = bytearray(RECORDS * (1 + PIXELS))
-    records = torch.frombuffer(content, dtype=torch.uint8).view(RECORDS, 1 + PIXELS)
-    records[:, 0], records[:, 1:] = torch.tensor(labels), pixels
-    return content
 
 
 def _check_labels(path: Path, labels: Tensor, classes: int, remedy: str) -> None:

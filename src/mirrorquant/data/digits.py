@@ -15,14 +15,16 @@ from pathlib import Path
 import torch
 
 from .base import Data, DataError, Images, check_digest, shuffled, statistics
+from .registry import register
 
 FILE = Path(__file__).with_name("digits.bin.gz")
 SHA256 = "68aea062d35a127749050fa0e52dca09d6569ac08092c925610e0954e172dde2"
 COUNT, VAL, TEST = 1797, 18, 36  # images, and of each digit to validate and to test
 
 
-def load(file: Path = FILE) -> Data:
-    """1,257 training, 180 validation and 360 test images; of each digit 18 validate and 36 test.
+@register("digits", label="UCI digits", shape=(1, 8, 8), classes=10)
+def load(root: Path | None = None, *, download: bool = False) -> Data:
+    """1,257 training, 180 validation and 360 test images; of each digit 18 validate and 36 test. They need no folder.
 
     >>> data = load()
     >>> data.shape, len(data.train), len(data.val), len(data.test)
@@ -30,10 +32,10 @@ def load(file: Path = FILE) -> Data:
     """
     remedy = "Install mirrorquant again."
     try:
-        content = bytearray(gzip.decompress(file.read_bytes()))
+        content = bytearray(gzip.decompress(FILE.read_bytes()))
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file} cannot be read ({error}). {remedy}") from error
-    check_digest(file, content, SHA256, remedy)
+        raise DataError(f"{FILE} cannot be read ({error}). {remedy}") from error
+    check_digest(FILE, content, SHA256, remedy)
     records = torch.frombuffer(content, dtype=torch.uint8).view(COUNT, 65)
     images, labels = (records[:, :64].int() * 255 // 16).byte().view(COUNT, 1, 8, 8), records[:, 64].long()
     every = Images(images, labels, tuple("0123456789"))

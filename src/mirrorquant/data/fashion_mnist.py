@@ -18,6 +18,7 @@ from mirrorquant import _files
 
 from .base import Data, DataError, Images, check_digest, read
 from .fetch import command, fetch
+from .registry import register
 
 MEAN, STD = (0.2860,), (0.3530,)
 VAL = 5_000
@@ -44,6 +45,7 @@ SHA256: dict[str, str | None] = {  # of what they hold
 CLASSES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
 
+@register("fashion-mnist", label="Fashion-MNIST", shape=(1, 28, 28), classes=10)
 def load(root: Path, *, download: bool) -> Data:
     """Fashion-MNIST from the first folder that has one of its files; what `root/fashion-mnist` lacks is downloaded."""
     own = root / "fashion-mnist"

@@ -1,4 +1,4 @@
-"""A folder of your own images, one subfolder per class: `folder:PATH`, or `folder:PATH:SIZE` for images of SIZE×SIZE.
+"""A folder of custom images, one subfolder per class: `folder:PATH`, or `folder:PATH:SIZE` for images of SIZE×SIZE.
 
     PATH/train/<class>/*.png, PATH/val/<class>/*.png, PATH/test/<class>/*.png
     PATH/<class>/*.png, which is split here: of each class 80 % train, 10 % val, 10 % test
@@ -10,22 +10,27 @@ shorter side is SIZE and its centre is cut out.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
 
 from .base import Data, DataError, Images, shuffled, statistics
 from .pictures import decode
+from .registry import register
 
 SIZE = 64
 LAYOUT = "Expected PATH/train/<class>/*.png and PATH/val or PATH/test alike, or PATH/<class>/*.png; .jpg and .jpeg too."
 Files = dict[str, list[Path]]
 
 
-def load(path: Path, size: int = SIZE) -> Data:
-    """The images under `path`; mean and standard deviation are those of the training images."""
-    if not path.is_dir():
-        raise DataError(f"{path} is not a folder. {LAYOUT}")
+@register("folder:PATH")
+def load(text: str) -> Data:
+    """The images under a path; mean and standard deviation are those of the training images."""
+    match = re.fullmatch(r"(.+?)(?::(\d{1,6}))?", text)
+    path, size = (Path(match[1]), int(match[2] or SIZE)) if match else (None, SIZE)
+    if path is None or not path.is_dir():
+        raise DataError(f"{text or 'folder:'} is not a folder. {LAYOUT}")
     if not 1 <= size <= 1024:
         raise DataError(f"The image size {size} is out of range, expected 1 to 1024.")
     train, val, test = _splits(path)

@@ -1,4 +1,4 @@
-"""TinyImageNet in its official layout: 64×64 images of 200 classes, 500 a class to train, 50 a class to validate.
+"""TinyImageNet in its official layout: 64×64 images of 200 classes, 500 per class to train, 50 per class to validate.
 
 The labels of the official test images are not public. As in the paper, the official validation set serves twice: it
 chooses the model and it measures it, so `val` and `test` are one object, and a result on it is to be reported as such.
@@ -17,13 +17,15 @@ from mirrorquant import _files
 
 from .base import Data, DataError, Images
 from .pictures import decode_once
+from .registry import register
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 FOLDER, URL = "tiny-imagenet-200", "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
 CACHE = "mirrorquant-decoded.bin"
-SIDE, CLASSES, TRAIN, VAL = 64, 200, 500, 50  # images a class
+SIDE, CLASSES, TRAIN, VAL = 64, 200, 500, 50  # images per class
 
 
+@register("tinyimagenet", label="TinyImageNet", shape=(3, 64, 64), classes=200)
 def load(root: Path, *, download: bool) -> Data:
     """TinyImageNet from `tiny-imagenet-200` in `root`, or `root` itself; classes in the order of their ids.
 

@@ -1,10 +1,10 @@
-"""How reports write methods, data sets, models and levels."""
+"""How reports write methods and levels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["data", "level_values", "levels", "method", "method_colour", "method_order", "uses_beta"]
+__all__ = ["level_values", "levels", "method", "method_colour", "method_order", "uses_beta"]
 
 # Paul Tol's "muted" colours, which remain distinct with any colour vision: baselines warm, mirror descent cool, its
 # stable forms dark.
@@ -21,13 +21,6 @@ _METHODS = {
     "md-tanh-s": ("MD-tanh-S", "#332288"),
 }
 _STAR = "-star"  # PQ* and PMF* are recipes of PQ and PMF
-_DATA = {
-    "cifar10": "CIFAR-10",
-    "cifar100": "CIFAR-100",
-    "tinyimagenet": "TinyImageNet",
-    "fashion-mnist": "Fashion-MNIST",
-    "digits": "UCI digits",
-}
 _LEVELS = {"binary": (-1.0, 1.0), "ternary": (-1.0, 0.0, 1.0)}
 
 
@@ -60,11 +53,6 @@ def method_order(name: str) -> tuple[int, bool]:
     """
     base, known = name.removesuffix(_STAR), list(_METHODS)
     return known.index(base) if base in known else len(known), base != name
-
-
-def data(name: str) -> str:
-    """A data set as it is usually written: ``cifar10`` is CIFAR-10."""
-    return _DATA.get(name, name)
 
 
 def level_values(levels: str | Sequence[float] | None) -> tuple[float, ...]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mirrorquant import models
+from mirrorquant import data, models
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.levels import BINARY, TERNARY, Levels
 from mirrorquant.mirrors import Mirror, ShiftedTanh, Tanh
@@ -577,8 +577,8 @@ def _iterations(axis: Any, last: float) -> None:
 
 def _task(runs: Sequence[RunRecord]) -> str:
     """Data set and model, if they are the same in all runs."""
-    (data, model), *rest = {(str(run.config.get("data", "")), str(run.config.get("model", ""))) for run in runs}
-    return "" if rest else ", ".join(filter(None, (labels.data(data), models.label(model))))
+    (images, model), *rest = {(str(run.config.get("data", "")), str(run.config.get("model", ""))) for run in runs}
+    return "" if rest else ", ".join(filter(None, (data.label(images), models.label(model))))
 
 
 def _evenly(items: Sequence[Any], most: int) -> list[Any]:

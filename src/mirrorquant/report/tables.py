@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from mirrorquant import models
+from mirrorquant import data, models
 from mirrorquant._text import printable
 from mirrorquant.report import labels
 from mirrorquant.report.record import RunRecord
@@ -71,7 +71,7 @@ def results_tables(records: Sequence[RunRecord]) -> str:
     for record in sorted(records, key=lambda record: labels.method_order(record.name)):
         changes = "".join(f" {key}={value}" for key, value in record.changes.items() if key != "method")
         row = {**compare_row(record), "method": printable(record.name + changes)}
-        task = f"{labels.data(str(record.config.get('data')))}, {models.label(str(record.config.get('model')))}"
+        task = f"{data.label(str(record.config.get('data')))}, {models.label(str(record.config.get('model')))}"
         tasks.setdefault(printable(task), []).append(row)
     tables = [f"{task}\n\n{compare_table(rows)}\n" for task, rows in sorted(tasks.items())]
     return "\n".join(tables) or "There are no runs yet: mirrorquant train --results FOLDER keeps one in a folder."
