@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 
-from mirrorquant.train.config import Config
-from mirrorquant.train.loop import Run
+from mirrorquant.train import Config, Run
+from mirrorquant.train.process import settings
 
 PATHS = {
-    "plain": ["engine=eager", "compile=false"],
-    "compiled": ["engine=eager", "compile=true"],
+    "plain": ["engine=plain", "compile=false"],
+    "compiled": ["engine=plain", "compile=true"],
     "graph": ["engine=graph", "compile=true"],
 }
 TOLERANCE = {"float32": (1e-3, 0.05), "bfloat16": (1e-2, 0.05)}
@@ -39,32 +39,35 @@ def started(recipe: str, overrides: list[str]) -> Iterator[Run]:
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Config.from_recipe(recipe, overrides), Path(folder) / "run", quiet=True)
         try:
-            yield run
+            with settings(run.config, run.task.device):
+                yield run
         finally:
-            run.lock.release()
+            run.folder.release()
             print("".join(f"  {message}\n" for message in run.messages), end="")
 
 
 def step(run: Run) -> float:
     """One training step, and its loss."""
-    run.losses.zero_()
+    run.engine.losses.zero_()
     run.advance()
-    return float(run.losses)
+    return float(run.engine.losses)
 
 
 @torch.no_grad()
 def take_over(run: Run, leader: Run) -> None:
     """Copies weights, latents, moments and batch-norm statistics, each into the tensor that is there."""
-    mine, theirs = ({**dict(r.model.named_parameters()), **dict(r.model.named_buffers())} for r in (run, leader))
+    mine, theirs = (
+        {**dict(r.task.model.named_parameters()), **dict(r.task.model.named_buffers())} for r in (run, leader)
+    )
     for name, tensor in theirs.items():
         mine[name].copy_(tensor)
-    moved = [[t for group in r.opt.base.param_groups for t in group["params"]] for r in (run, leader)]
+    moved = [[t for group in r.task.opt.base.param_groups for t in group["params"]] for r in (run, leader)]
     for tensor, other in zip(*moved, strict=True):
         tensor.copy_(other)
-        for key, value in leader.opt.base.state[other].items():
+        for key, value in leader.task.opt.base.state[other].items():
             if key != "step" and value is not None:
-                run.opt.base.state[tensor][key].copy_(value)
-    for part in run.fast.parts if run.fast else []:
+                run.task.opt.base.state[tensor][key].copy_(value)
+    for part in run.engine.fast.parts if run.engine.name == "graph" else []:
         for name, weight in part.weights.items():
             weight.detach().copy_(mine[name])
 

@@ -22,9 +22,8 @@ from torch import nn
 from train_paths_agree import PATHS
 
 import mirrorquant as mq
-from mirrorquant.train import fast
-from mirrorquant.train.config import Config
-from mirrorquant.train.loop import Run
+from mirrorquant.train import Config, Run, build, fast
+from mirrorquant.train.process import settings
 
 
 def timed(function: Callable[[], object], repeats: int = 20, rounds: int = 5) -> float:
@@ -60,20 +59,21 @@ def path_speed(recipe: str, overrides: list[str], steps: int) -> dict[str, float
     torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Config.from_recipe(recipe, overrides), Path(folder) / "run", quiet=True)
-        began = time.perf_counter()
-        for _ in range(10):
-            run.advance()
-        torch.cuda.synchronize()
-        startup = time.perf_counter() - began
-        times = []
-        for _ in range(3):
+        with settings(run.config, run.task.device):
             began = time.perf_counter()
-            for _ in range(steps):
+            for _ in range(10):
                 run.advance()
             torch.cuda.synchronize()
-            times.append((time.perf_counter() - began) / steps)
-        assert bool(torch.isfinite(run.losses))
-        run.lock.release()
+            startup = time.perf_counter() - began
+            times = []
+            for _ in range(3):
+                began = time.perf_counter()
+                for _ in range(steps):
+                    run.advance()
+                torch.cuda.synchronize()
+                times.append((time.perf_counter() - began) / steps)
+            assert bool(torch.isfinite(run.engine.losses))
+        run.folder.release()
         print("".join(f"  {message}\n" for message in run.messages), end="")
     memory = torch.cuda.max_memory_allocated() / 2**20
     return {"iterations_per_second": 1 / statistics.median(times), "startup_s": startup, "memory_mib": memory}
@@ -105,7 +105,7 @@ def optimizer_step(method: str | None) -> float:
 def floor(recipe: str) -> dict[str, float]:
     """The arithmetic of an iteration, and the two ceilings of the GPU."""
     config = Config.from_recipe(recipe, ["device=cpu"])
-    model, operations = config.build_model(10, 3), 0
+    model, operations = build.model(config, 10, 3), 0
 
     def count(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         nonlocal operations
@@ -115,7 +115,7 @@ def floor(recipe: str) -> dict[str, float]:
         if isinstance(module, nn.Conv2d | nn.Linear):
             module.register_forward_hook(count)
     model.eval()(torch.zeros(1, 3, 32, 32))
-    operations *= config.batch_size
+    operations *= config["batch_size"]
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     flops = 2 * 8192**3 / timed(captured(lambda: a @ b))
     big = torch.randn(2**30, device="cuda")

@@ -23,17 +23,16 @@ from pathlib import Path
 import torch
 
 from mirrorquant.cli import main
-from mirrorquant.train import Config, Run, checkpoint
-from mirrorquant.train.loop import Interrupted
+from mirrorquant.train import Config, Interrupted, Run, checkpoint
 
 TINY = ["iterations=6", "batch_size=16", "eval_every=2", "log_every=1", "checkpoint_every=2", "width=4"]
 SECONDS = 60  # for one command; it takes a fraction of one
 COMMANDS = {
-    "checkpoint.mq": ["train"],
-    "checkpoint.mq.previous": ["train"],
-    "checkpoint.mq.new": ["train"],
+    "checkpoint.pt": ["train"],
+    "checkpoint.pt.previous": ["train"],
+    "checkpoint.pt.new": ["train"],
     "metrics.jsonl": ["train", "curves"],
-    "best.mq": ["eval", "pack", "pack-file"],
+    "best.pt": ["eval", "pack", "pack-file"],
     "config.json": ["train", "eval", "summary", "curves", "pack"],
     "summary.json": ["summary", "table", "curves", "curves-file"],
     ".lock": ["train"],
@@ -63,17 +62,17 @@ def make(folder):
     setting = Config.from_recipe("digits/digitsnet/binary/md-tanh-s", [*TINY, "histogram_every=3"])
     Run(setting, folder / "finished", quiet=True).train()
     run = Run(setting, folder / "stopped", quiet=True)
-    step = run._train_step
+    advance = run.advance
 
     def interrupted():
         if run.step == 4:
             os.kill(os.getpid(), signal.SIGINT)
-        return step()
+        advance()
 
-    run._train_step = interrupted
+    run.advance = interrupted
     with contextlib.suppress(Interrupted):
         run.train()
-    for name in ("best.mq", "summary.json"):
+    for name in ("best.pt", "summary.json"):
         shutil.copy(folder / "finished" / name, folder / "stopped" / name)
 
 
@@ -161,8 +160,7 @@ def changed_state(path, rng):
     sys.setrecursionlimit(50_000)  # to write what is nested deeper than it can be read
     torch.save(state, buffer)
     sys.setrecursionlimit(limit)
-    payload = buffer.getvalue()
-    return checkpoint.MAGIC + hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload
+    return checkpoint.sealed(buffer.getvalue())
 
 
 def as_json(value):
@@ -229,7 +227,7 @@ def damage(folder, name, rng):
     """Changes one file of a run's folder; returns how."""
     path = folder / name
     if not path.exists():  # .new is the newest, if there is one
-        shutil.copy(folder / "checkpoint.mq", path)
+        shutil.copy(folder / "checkpoint.pt", path)
     if name.startswith("checkpoint") and rng.random() < 0.5:  # no spare to fall back to
         for other in folder.glob("checkpoint.*"):
             if other != path:
@@ -259,7 +257,7 @@ def command_line(command, folder, out):
         "curves": ["curves", str(folder), "--out", str(out / "curves.png")],
         "curves-file": ["curves", str(folder / "summary.json"), "--out", str(out / "curves.png")],
         "pack": ["pack", str(folder), "-o", str(out / "net.safetensors")],
-        "pack-file": ["pack", str(folder / "best.mq"), "-o", str(out / "net.safetensors")],
+        "pack-file": ["pack", str(folder / "best.pt"), "-o", str(out / "net.safetensors")],
     }[command]
 
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from mirrorquant.train import beside, checkpoint
-from mirrorquant.train.config import Config
+from mirrorquant.train import Config, EngineError, Run, RunError, beside, checkpoint
+from mirrorquant.train.engine import _Guarded
 from mirrorquant.train.fast import FastStep, Unsupported, _update
-from mirrorquant.train.loop import Run, RunError
-from mirrorquant.train.report import read_metrics
+from mirrorquant.train.metrics import read_metrics
 
 METHODS = ("ref", "bc", "pq", "pmf", "gd-tanh", "md-tanh", "md-softmax", "md-tanh-s", "md-softmax-s")
 METHODS += ("md-tanh-primal", "md-softmax-primal")
@@ -37,19 +36,23 @@ def train(folder, *overrides, **rest):
 
 def moved(run):
     """What a step moves, by name: the weights that the network computes with, latents, batch-norm statistics."""
-    tensors = {f"weight {name}": p for name, p in run.model.named_parameters()}
-    if run.fast is not None:
-        tensors |= {f"weight {name}": weight.clone() for name, weight in run.fast.weights.items()}
-    run._sync()
-    tensors |= {f"latent {name}": run.opt.latent(p) for name, p in run.model.named_parameters() if p in run.opt.state}
-    tensors |= {f"buffer {name}": b for name, b in run.model.named_buffers()}
+    tensors = {f"weight {name}": p for name, p in run.task.model.named_parameters()}
+    if run.engine.name == "graph":
+        tensors |= {f"weight {name}": weight.clone() for name, weight in run.engine.fast.weights.items()}
+    run.engine.sync()
+    tensors |= {
+        f"latent {name}": run.task.opt.latent(p)
+        for name, p in run.task.model.named_parameters()
+        if p in run.task.opt.state
+    }
+    tensors |= {f"buffer {name}": b for name, b in run.task.model.named_buffers()}
     return {name: tensor.detach().double().clone() for name, tensor in tensors.items()}
 
 
 def take_over(run, leader):
-    run.opt.load_state_dict(copy.deepcopy(leader.opt.state_dict()))
-    run.model.load_state_dict(leader.model.state_dict())
-    run.step, run.fast = leader.step, None
+    run.task.opt.load_state_dict(copy.deepcopy(leader.task.opt.state_dict()))
+    run.task.model.load_state_dict(leader.task.model.state_dict())
+    run.step, run._engine = leader.step, None
 
 
 def assert_the_next_step_is_the_same(run, leader):
@@ -61,9 +64,9 @@ def assert_the_next_step_is_the_same(run, leader):
     before = moved(leader)
     losses = []
     for each in (run, leader):
-        each.losses.zero_()
+        each.engine.losses.zero_()
         each.advance()
-        losses.append(float(each.losses))
+        losses.append(float(each.engine.losses))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     found, expected = moved(run), moved(leader)
     assert found.keys() == expected.keys()
@@ -74,23 +77,25 @@ def assert_the_next_step_is_the_same(run, leader):
         assert error <= 1e-3 * way, (name, float(error), float(way))
 
 
-def assert_alike(tmp_path, *overrides, method="md-tanh-s", first="eager", then="graph", steps=(0, 1, 7, 24)):
+def assert_alike(tmp_path, *overrides, method="md-tanh-s", first="plain", then="graph", steps=(0, 1, 7, 24)):
     """From states all along a run of one engine, the other takes the same step."""
     overrides = [*overrides, *(["beta_scale=1.1", "beta_interval=1"] if method not in ("ref", "bc", "pq") else [])]
     leader = Run(config(f"engine={first}", *overrides, method=method), tmp_path / "leader", quiet=True)
     run = Run(config(f"engine={then}", *overrides, method=method), tmp_path / "run", quiet=True)
     for step in range(max(steps) + 1):
         if step in steps:
-            leader._sync()
+            leader.engine.sync()
             take_over(run, leader)
             assert_the_next_step_is_the_same(run, leader)
-            assert run.engine == then
+            assert run.engine.name == then
         else:
             leader.advance()
 
 
 def step_of(run, **options):
-    return FastStep(run.model, run.opt, run.loader, run.config.lr_at, run.losses, **{"compiled": False, **options})
+    return FastStep(
+        run.task.model, run.task.opt, run.task.loader, run.task.lr, torch.zeros(()), **{"compiled": False, **options}
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -101,11 +106,11 @@ def test_fast_and_plain_engine_train_alike(method, tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_both_engines_count_steps_alike(method, tmp_path):
     extra = ["finalize_at=0.5"] if method == "pq" else []
-    plain, _ = train(tmp_path / "plain", "engine=eager", *extra, method=method)
+    plain, _ = train(tmp_path / "plain", "engine=plain", *extra, method=method)
     fast, _ = train(tmp_path / "fast", "engine=graph", *extra, method=method)
-    assert fast.engine == "graph"
-    assert fast.opt.steps == plain.opt.steps == 40
-    assert fast.opt.beta == plain.opt.beta
+    assert fast.engine.name == "graph"
+    assert fast.task.opt.steps == plain.task.opt.steps == 40
+    assert fast.task.opt.beta == plain.task.opt.beta
 
 
 @pytest.mark.parametrize(
@@ -127,14 +132,13 @@ def test_fast_score_is_that_of_the_rounded_network(method, tmp_path):
     run = Run(config("engine=graph", method=method), tmp_path / "run", quiet=True)
     for _ in range(25):
         run.advance()
-    before = {name: w.clone() for name, w in run.fast.weights.items()}
-    accuracy, loss = run._rounded_score()
-    assert run.score is not None
-    assert all(torch.equal(w, before[name]) for name, w in run.fast.weights.items())
-    assert run.model.training
-    run._sync()
-    with run.opt.quantized():
-        expected, expected_loss = run.evaluate(run.data.val)
+    before = {name: w.clone() for name, w in run.engine.fast.weights.items()}
+    accuracy, loss = run.engine.score()
+    assert run.engine._score is not None
+    assert all(torch.equal(w, before[name]) for name, w in run.engine.fast.weights.items())
+    assert run.task.model.training
+    with run.settled.opt.quantized():
+        expected, expected_loss = run.task.evaluate(run.task.data.val)
     assert accuracy == pytest.approx(expected, abs=1e-4)
     assert loss == pytest.approx(expected_loss, rel=1e-4)
 
@@ -143,12 +147,12 @@ def test_where_the_fast_score_cannot_serve_validation_is_done_plainly(tmp_path, 
     def refuse(*_, **__):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("mirrorquant.train.fast_score.FastScore", refuse)
+    monkeypatch.setattr("mirrorquant.train.graph.FastScore", refuse)
     run, _ = train(tmp_path / "run", "engine=graph")
     assert sum("no such kernel" in message for message in run.messages) == 1
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows if row["kind"] == "val"] == [10, 20, 30, 40]
-    assert run.aside["validation"] > 0  # only the first one, which tried the graph, counts as startup
+    assert run.clock.aside["validation"] > 0
 
 
 def test_histograms_are_of_the_weights_at_their_step(tmp_path):
@@ -162,7 +166,7 @@ def test_ternary_levels_and_float_layers_are_served(tmp_path):
     assert_alike(tmp_path, "affine=true", "levels=ternary")
 
 
-@pytest.mark.parametrize(("first", "then"), [("graph", "eager"), ("eager", "graph"), ("graph", "graph")])
+@pytest.mark.parametrize(("first", "then"), [("graph", "plain"), ("plain", "graph"), ("graph", "graph")])
 def test_a_checkpoint_of_one_engine_continues_with_the_other(first, then, tmp_path):
     assert_alike(tmp_path, first=first, then=then, steps=(1, 20))
 
@@ -174,14 +178,14 @@ def test_a_graph_run_goes_on_bit_exactly_on_the_cpu(method, tmp_path):
     for stop in range(1, 40):
         whole.advance()
         if stop % 6 == 3:
-            whole._sync()
+            whole.engine.sync()
             rest = Run(config("engine=graph", method=method), tmp_path / f"rest{stop}", quiet=True)
-            rest.opt.load_state_dict(copy.deepcopy(whole.opt.state_dict()))
-            rest.model.load_state_dict(whole.model.state_dict())
+            rest.task.opt.load_state_dict(copy.deepcopy(whole.task.opt.state_dict()))
+            rest.task.model.load_state_dict(whole.task.model.state_dict())
             rest.step = stop
-            rest.fast = step_of(rest)
-            for name, weight in whole.fast.weights.items():
-                assert torch.equal(rest.fast.weights[name], weight), (stop, name)
+            fresh = step_of(rest)
+            for name, weight in whole.engine.fast.weights.items():
+                assert torch.equal(fresh.weights[name], weight), (stop, name)
 
 
 @pytest.mark.parametrize("first", [0, 1, 7, 25])
@@ -189,12 +193,12 @@ def test_the_batch_on_the_device_is_the_loaders(first, tmp_path):
     run = Run(config(), tmp_path / "run", quiet=True)
     step = step_of(run)
     for k in range(first, first + 25):
-        epoch, place = divmod(k, run.loader.batches_per_epoch)
+        epoch, place = divmod(k, run.task.loader.batches_per_epoch)
         if epoch != step.epoch or k == first:
             step._begin(epoch, place, k)
-        chosen = step.place * run.loader.batch_size + step.offsets
-        x, y = run.loader.compose(step.order[chosen], step.draws[chosen])
-        expected_x, expected_y = run.loader.batch(k)
+        chosen = step.place * run.task.loader.batch_size + step.offsets
+        x, y = run.task.loader.compose(step.order[chosen], step.draws[chosen])
+        expected_x, expected_y = run.task.loader.batch(k)
         assert torch.equal(x, expected_x)
         assert torch.equal(y, expected_y)
         step.place += 1
@@ -202,11 +206,11 @@ def test_the_batch_on_the_device_is_the_loaders(first, tmp_path):
 
 def test_latents_lie_flat_in_the_layout_of_their_weights(tmp_path):
     run = Run(config("channels_last=true", method="md-softmax-s"), tmp_path / "run", quiet=True)
-    before = {p: run.opt.latent(p).clone() for p in run.model.parameters()}
+    before = {p: run.task.opt.latent(p).clone() for p in run.task.model.parameters()}
     step = step_of(run, dtype=torch.bfloat16)
-    names = dict(run.model.named_parameters())
+    names = dict(run.task.model.named_parameters())
     for p, latent in before.items():
-        assert torch.equal(run.opt.latent(p), latent)
+        assert torch.equal(run.task.opt.latent(p), latent)
     for name, weight in step.weights.items():
         torch.testing.assert_close(weight, names[name].to(weight.dtype))  # projected anew, and rounded then
         assert weight.dtype == (torch.bfloat16 if weight.dim() > 1 else torch.float32)
@@ -215,14 +219,28 @@ def test_latents_lie_flat_in_the_layout_of_their_weights(tmp_path):
             assert weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_what_the_fast_step_cannot_serve_is_trained_plainly_and_said(tmp_path, capsys):
-    run = Run(config("engine=graph", "iterations=3"), tmp_path / "run")
-    run.opt.base.param_groups[0]["amsgrad"] = True
+def guarded(run):
+    """The run with the engine that auto chooses on CUDA."""
+    run._engine = _Guarded(run.task, run.say, strict=False)
+    return run
+
+
+def test_a_task_that_the_graph_cannot_train_is_trained_plainly_with_a_message(tmp_path, capsys):
+    run = Run(config("iterations=3"), tmp_path / "run")
+    run.task.opt.base.param_groups[0]["amsgrad"] = True
     with pytest.raises(Unsupported, match="amsgrad"):
         step_of(run)
-    run.train()
-    assert run.engine == "eager"
+    assert guarded(run).train()["engine"]["engine"] == "plain"
     assert "the plain engine does, slower" in capsys.readouterr().err
+
+
+def test_an_engine_that_was_asked_for_and_cannot_be_had_is_an_error(tmp_path):
+    run = Run(config("engine=graph"), tmp_path / "run", quiet=True)
+    run.task.opt.base.param_groups[0]["amsgrad"] = True
+    with pytest.raises(
+        EngineError, match=r"engine=graph cannot train this .*amsgrad.*: use engine=auto or engine=plain"
+    ):
+        run.train()
 
 
 def test_a_first_step_that_breaks_off_is_taken_once_by_the_plain_engine(tmp_path, monkeypatch):
@@ -232,13 +250,16 @@ def test_a_first_step_that_breaks_off_is_taken_once_by_the_plain_engine(tmp_path
         _update(method, *rest)
 
     monkeypatch.setattr("mirrorquant.train.fast._update", broken)
-    runs = [Run(config(f"engine={name}", "affine=true"), tmp_path / name, quiet=True) for name in ("eager", "graph")]
-    for run in runs:
+    plain, other = (Run(config("affine=true"), tmp_path / name, quiet=True) for name in ("plain", "guarded"))
+    guarded(other)
+    assert other.engine.name == "graph"
+    for run in (plain, other):
         run.advance()
         run.advance()
-        assert run.engine == "eager"
-    for name, expected in runs[0].model.state_dict().items():
-        torch.testing.assert_close(runs[1].model.state_dict()[name], expected)
+    assert other.engine.name == "plain"
+    assert torch.equal(other.engine.losses, plain.engine.losses)
+    for name, expected in plain.task.model.state_dict().items():
+        torch.testing.assert_close(other.task.model.state_dict()[name], expected)
 
 
 def test_weights_that_have_become_nan_are_not_saved_over_a_good_checkpoint(tmp_path):
@@ -247,13 +268,13 @@ def test_weights_that_have_become_nan_are_not_saved_over_a_good_checkpoint(tmp_p
 
     def diverging():
         if run.step == 6:  # what NaN gradients leave behind
-            run.opt.latent(run.model.conv2.weight).fill_(torch.nan)
+            run.task.opt.latent(run.task.model.conv2.weight).fill_(torch.nan)
         advance()
 
     run.advance = diverging
     with pytest.raises(RunError, match=r"at iteration 8; it begins in the weights. .* checkpoint in .* is intact"):
         run.train()
-    state = checkpoint.load(tmp_path / "run" / "checkpoint.mq")
+    state = checkpoint.load(tmp_path / "run" / "checkpoint.pt")
     assert state["step"] == 4
     assert all(bool(tensor.isfinite().all()) for tensor in state["model"].values())
 
@@ -296,7 +317,7 @@ def test_each_step_of_the_fast_path_is_the_plain_one_all_along_the_curve():
     spec = importlib.util.spec_from_file_location("train_paths_agree", path)
     agree = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(agree)
-    paths = [["precision=float32", f"engine={engine}", "compile=false"] for engine in ("graph", "eager")]
+    paths = [["precision=float32", f"engine={engine}", "compile=false"] for engine in ("graph", "plain")]
     curves = agree.led("digits/digitsnet/binary/md-tanh-s", 60, *paths)
     assert agree.difference(*curves, 1) < agree.TOLERANCE["float32"][0]
 

@@ -16,7 +16,7 @@ import mirrorquant as mq
 from mirrorquant import data, models, schedules
 from mirrorquant.cli import main
 from mirrorquant.train import Run
-from mirrorquant.train.report import read_metrics
+from mirrorquant.train.metrics import read_metrics
 
 OLD = Path(__file__).parent / "fixtures" / "run-0.1"
 
@@ -47,13 +47,14 @@ def test_a_killed_old_run_goes_on_as_if_nothing_had_changed(tmp_path):
     run = Run.resume(folder, quiet=True)
     last = {}
     finish = run._finish
-    run._finish = lambda: last.update({k: v.clone() for k, v in run.model.state_dict().items()}) or finish()
+    run._finish = lambda: last.update({k: v.clone() for k, v in run.task.model.state_dict().items()}) or finish()
     summary = run.train()
     expected = reference()
     assert last.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in last.items())
     old = json.loads((OLD / "finished" / "summary.json").read_text())
-    assert summary["config"].items() >= old["config"].items()
+    assert {**summary["config"], **old["config"]} == summary["config"]
+    assert not (folder / "checkpoint.mq").samefile(folder / "checkpoint.pt")
     assert summary["curve"][:3] == old["curve"][:3]
     assert [step for step, _ in summary["curve"]] == [10, 20, 30, 40, 50, 60]
     assert dict(summary["loss_curve"])[35] == pytest.approx(dict(old["loss_curve"])[35], rel=0.05)

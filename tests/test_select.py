@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import mirrorquant as mq
-from mirrorquant.train.config import Config
+from mirrorquant.train import Config, build
 
 
 def names(group):
@@ -69,11 +69,11 @@ def custom(classes):
 
 def test_recipes_quantize_the_papers_networks_whole_and_custom_ones_by_default():
     config = Config.from_recipe("digits/digitsnet/binary/md-tanh-s", ["affine=true"])
-    floats, quantized = config.build_optimizer(config.build_model(10, 1), 10).param_groups
+    floats, quantized = build.optimizer(config, build.model(config, 10, 1), 10).param_groups
     assert quantized["param_names"] == ["conv1.weight", "conv2.weight", "conv3.weight", "fc.weight", "fc.bias"]
     assert all(name.startswith("bn") for name in floats["param_names"])
     config = Config.from_recipe("digits/digitsnet/binary/md-tanh-s", [f"model={__name__}:custom"])
-    _, quantized = config.build_optimizer(config.build_model(10, 1), 10).param_groups
+    _, quantized = build.optimizer(config, build.model(config, 10, 1), 10).param_groups
     assert quantized["param_names"] == ["1.weight", "4.weight"]
 
 

@@ -28,10 +28,20 @@ from torch import nn
 import mirrorquant as mq
 from mirrorquant import BINARY, Method, models
 from mirrorquant.cli import main
-from mirrorquant.train import Config, ConfigError, Run, RunError, checkpoint, recipes
-from mirrorquant.train.checkpoint import CheckpointError
-from mirrorquant.train.loop import Interrupted
-from mirrorquant.train.report import Metrics, MetricsError, Progress, read_metrics
+from mirrorquant.train import (
+    CheckpointError,
+    Config,
+    ConfigError,
+    Interrupted,
+    MetricsError,
+    Run,
+    RunError,
+    build,
+    checkpoint,
+    recipes,
+)
+from mirrorquant.train.metrics import Metrics, read_metrics
+from mirrorquant.train.progress import Progress
 
 DIGITS = "digits/digitsnet/binary/md-tanh-s"
 SHORT = ["iterations=40", "batch_size=32", "eval_every=10", "log_every=5", "checkpoint_every=6", "histogram_every=0"]
@@ -43,7 +53,7 @@ def config(*overrides, recipe=DIGITS):
 
 def end_of(folder):
     """What must be bit-identical: weights, latents, moments, the best network, and all metrics but the clock."""
-    state, best = checkpoint.load(folder / "checkpoint.mq"), checkpoint.load(folder / "best.mq")
+    state, best = checkpoint.load(folder / "checkpoint.pt"), checkpoint.load(folder / "best.pt")
     rows = [{k: v for k, v in row.items() if k != "seconds"} for row in read_metrics(folder / "metrics.jsonl")]
     summary = json.loads((folder / "summary.json").read_text())
     timeless = {k: v for k, v in summary.items() if "seconds" not in k and "per_second" not in k and k != "aside"}
@@ -78,9 +88,9 @@ def test_a_run_leaves_everything_that_its_reader_needs(tmp_path):
     assert {
         "config.json",
         "metrics.jsonl",
-        "checkpoint.mq",
-        "checkpoint.mq.previous",
-        "best.mq",
+        "checkpoint.pt",
+        "checkpoint.pt.previous",
+        "best.pt",
         "summary.json",
     } <= names
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -88,14 +98,14 @@ def test_a_run_leaves_everything_that_its_reader_needs(tmp_path):
     assert [row["step"] for row in rows if row["kind"] == "weights"] == [1, 10, 20, 30, 40]
     assert summary["val_accuracy"] == max(row["accuracy"] for row in rows if row["kind"] == "val")
     assert summary["parameters"] == {"total": 56234, "quantized": 56234, "bits": 1.0}
-    best = checkpoint.load(tmp_path / "run" / "best.mq")["model"]
+    best = checkpoint.load(tmp_path / "run" / "best.pt")["model"]
     assert all(BINARY.holds(best[name]) for name, _ in models.digitsnet().named_parameters())
 
 
 def test_learning_rate_and_beta_follow_the_papers_schedules(tmp_path):
     overrides = ["lr=0.01", "lr_scale=0.5", "lr_interval=10", "beta_scale=2", "beta_interval=8", "log_every=1"]
     run, used = Run(config(*overrides), tmp_path / "run", quiet=True), []
-    run.opt.register_step_pre_hook(lambda opt, *_: used.append((opt.param_groups[0]["lr"], opt.beta)))
+    run.task.opt.register_step_pre_hook(lambda opt, *_: used.append((opt.param_groups[0]["lr"], opt.beta)))
     run.train()
     assert used == [(0.01 * 0.5 ** (k // 10), 2.0 ** -(-k // 8)) for k in range(40)]
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "train"]
@@ -127,26 +137,26 @@ def test_the_best_rounded_network_is_tested_and_the_last_one_soft_and_rounded(tm
     run, kept = Run(config(), tmp_path / "run", quiet=True), {}
 
     def score():
-        with run.opt.quantized():
-            kept[run.step] = copy.deepcopy(run.model.state_dict())
+        with run.task.opt.quantized():
+            kept[run.step] = copy.deepcopy(run.task.model.state_dict())
         return {10: 50.0, 20: 90.0, 30: 90.0}[run.step], 0.0
 
-    run._rounded_score = score
+    run.engine.score = score
     with pytest.raises(Interrupted):
         signalled(run, 34).train()
     rest = Run.resume(tmp_path / "run", quiet=True)
-    rest._rounded_score = lambda: (10.0, 0.0)
+    rest.engine.score = lambda: (10.0, 0.0)
 
     def tested(images):
-        assert images is rest.data.test
-        return fingerprint(rest.model.state_dict()), 0.0
+        assert images is rest.task.data.test
+        return fingerprint(rest.task.model.state_dict()), 0.0
 
-    rest.evaluate = tested
+    object.__setattr__(rest.task, "evaluate", tested)
     summary = rest.train()
     assert (summary["best_step"], summary["val_accuracy"]) == (30, 90.0)
-    best = checkpoint.load(tmp_path / "run" / "best.mq")["model"]
+    best = checkpoint.load(tmp_path / "run" / "best.pt")["model"]
     assert all(torch.equal(best[name], tensor) for name, tensor in kept[30].items())
-    last = checkpoint.load(tmp_path / "run" / "checkpoint.mq")["model"]
+    last = checkpoint.load(tmp_path / "run" / "checkpoint.pt")["model"]
     rounded = {name: tensor if "bn" in name else BINARY.nearest(tensor) for name, tensor in last.items()}
 
     told = [summary[f"test_accuracy{which}"] for which in ("", "_soft", "_last")]
@@ -156,15 +166,15 @@ def test_the_best_rounded_network_is_tested_and_the_last_one_soft_and_rounded(tm
 
 def test_proxquant_rounds_for_good_at_its_fraction_of_training(tmp_path):
     run = Run(config("method=pq", "finalize_at=0.5"), tmp_path / "run", quiet=True)
-    step, seen = run._train_step, {}
+    advance, seen = run.advance, {}
 
     def watched():
-        seen[run.step] = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-        return step()
+        seen[run.step] = {name: p.detach().clone() for name, p in run.task.model.named_parameters()}
+        advance()
 
-    run._train_step = watched
+    run.advance = watched
     run.train()
-    last = {name: p.detach() for name, p in run.model.named_parameters()}
+    last = {name: p.detach() for name, p in run.task.model.named_parameters()}
     assert not all(BINARY.holds(weight) for weight in seen[19].values())
     for k in range(20, 40):
         assert all(BINARY.holds(weight) and torch.equal(weight, last[name]) for name, weight in seen[k].items())
@@ -174,14 +184,14 @@ def test_weights_are_rounded_at_the_very_step_of_the_fraction(tmp_path):
     """0.07 * 100 is a little more than 7 in floating point."""
     run = Run(config("method=pq", "finalize_at=0.07", "iterations=100"), tmp_path / "run", quiet=True)
     steps = []
-    run.opt.finalize = lambda: steps.append(run.step)
+    run.task.opt.finalize = lambda: steps.append(run.step)
     run.train()
     assert steps == [7]
 
 
 def test_the_last_line_of_progress_knows_the_last_validation(tmp_path, capsys):
     run = Run(config(), tmp_path / "run")
-    run._rounded_score = lambda: (float(run.step), 0.0)
+    run.engine.score = lambda: (float(run.step), 0.0)
     run.train()
     lines = [line for line in capsys.readouterr().err.split("\n") if line and not line.startswith("warning: ")]
     assert lines[-1].endswith("best val 40.00 %")
@@ -218,7 +228,7 @@ def test_recalibration_averages_the_statistics_of_the_batches():
 
 def test_the_best_network_is_saved_with_the_statistics_of_its_recalibration(tmp_path):
     Run(config("iterations=10", "recalibrate=2"), tmp_path / "run", quiet=True).train()
-    best = checkpoint.load(tmp_path / "run" / "best.mq")["model"]
+    best = checkpoint.load(tmp_path / "run" / "best.pt")["model"]
     assert [int(best[f"bn{i}.num_batches_tracked"]) for i in (1, 2, 3)] == [2, 2, 2]
 
 
@@ -229,25 +239,32 @@ def losses_of(folder, *overrides):
 
 def test_bfloat16_is_what_the_network_computes_in(tmp_path):
     run, losses = losses_of(tmp_path / "half", "precision=bfloat16")
-    with run._autocast():
-        assert run.model(run.loader.batch(0)[0]).dtype == torch.bfloat16
+    with run.task.autocast():
+        assert run.task.model(run.task.loader.batch(0)[0]).dtype == torch.bfloat16
     assert losses != losses_of(tmp_path / "full")[1]
 
 
 @pytest.mark.parametrize("layout", [True, False])
 def test_the_layout_that_is_asked_for_is_trained_in(tmp_path, layout):
     run, _ = losses_of(tmp_path / "run", f"channels_last={layout}")
-    weight = run.model.conv2.weight
+    weight = run.task.model.conv2.weight
     assert weight.is_contiguous(memory_format=torch.channels_last) == layout
     assert weight.is_contiguous() != layout
 
 
-def test_deterministic_turns_torchs_deterministic_algorithms_on(tmp_path):
-    try:
-        losses_of(tmp_path / "run", "deterministic=true")
-        assert torch.are_deterministic_algorithms_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_settings_of_the_process_are_those_of_the_run_while_it_trains_and_no_longer(tmp_path):
+    run = Run(config("iterations=3", "deterministic=true", "threads=2"), tmp_path / "run", quiet=True)
+    advance, seen = run.advance, set()
+    before = torch.get_num_threads()
+
+    def watched():
+        seen.add((torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()))
+        advance()
+
+    run.advance = watched
+    run.train()
+    assert seen == {(True, 2)}
+    assert (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()) == (False, before)
 
 
 def user_model(classes):
@@ -278,17 +295,17 @@ def test_every_recipe_of_the_paper_runs_20_iterations(name, tmp_path):
     shape = SHAPES[name.split("/")[0]]
     overrides = [f"data=synthetic:{shape}", "iterations=20", "batch_size=2", "eval_every=1000", "checkpoint_every=1000"]
     run = Run(Config.from_recipe(name, overrides), tmp_path / "run", quiet=True)
-    run.data = None  # neither validation nor test: it is the training steps that matter here
     losses = []
     for _ in range(20):
-        losses.append(float(run._train_step()))
-        run.step += 1
-    run.lock.release()
+        run.advance()
+        losses.append(float(run.engine.losses))
+        run.engine.losses.zero_()
+    run.folder.release()
     assert all(map(math.isfinite, losses))
     assert len(set(losses)) > 1
-    assert run.opt.steps == 20
-    with run.opt.quantized():
-        for q in run.opt._quantized():
+    assert run.task.opt.steps == 20
+    with run.task.opt.quantized():
+        for q in run.task.opt._quantized():
             assert all(q.method.levels.holds(weight) for weight in q.weights)
 
 
@@ -303,14 +320,14 @@ def work(folder, settings, at_step=None):
 
 def signalled(run, at_step, number=signal.SIGINT):
     """The run, to which a signal comes in that iteration."""
-    step = run._train_step
+    advance = run.advance
 
     def interrupted():
         if run.step == at_step:
             os.kill(os.getpid(), number)
-        return step()
+        advance()
 
-    run._train_step = interrupted
+    run.advance = interrupted
     return run
 
 
@@ -354,7 +371,7 @@ def test_signals_from_outside_write_a_checkpoint(tmp_path, number):
     assert process.is_alive()
     os.kill(process.pid, number)
     process.join(60)
-    assert 0 < checkpoint.load(tmp_path / "run" / "checkpoint.mq")["step"] < 4000
+    assert 0 < checkpoint.load(tmp_path / "run" / "checkpoint.pt")["step"] < 4000
 
 
 @pytest.mark.parametrize("stops", [[0], [17], [16, 17, 18], [38]])
@@ -376,23 +393,23 @@ def test_a_signal_in_the_last_iteration_finds_nothing_to_stop(tmp_path):
 def test_the_rate_counts_each_second_of_training_and_no_other(tmp_path, monkeypatch):
     """A step takes a second here and a checkpoint ten; the run is stopped between two lines of its log."""
     clock = [0.0]
-    monkeypatch.setattr("mirrorquant.train.loop.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("mirrorquant.train.process.time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def slowly(work, seconds):
-        def slow():
+        def slow(*arguments):
             clock[0] += seconds
-            return work()
+            return work(*arguments)
 
         return slow
 
     run = Run(config("log_every=1000", "checkpoint_every=1000"), tmp_path / "run", quiet=True)
-    run._train_step = slowly(run._train_step, 1)
+    run.advance = slowly(run.advance, 1)
     with pytest.raises(Interrupted):
         signalled(run, 17).train()
-    assert checkpoint.load(tmp_path / "run" / "checkpoint.mq")["seconds"] == 18
+    assert checkpoint.load(tmp_path / "run" / "checkpoint.pt")["seconds"] == 18
     rest = Run.resume(tmp_path / "run", quiet=True)
-    rest._train_step = slowly(rest._train_step, 1)
-    rest._write_checkpoint = slowly(rest._write_checkpoint, 10)
+    rest.advance = slowly(rest.advance, 1)
+    rest.folder.write_checkpoint = slowly(rest.folder.write_checkpoint, 10)
     summary = rest.train()
     assert summary["seconds"] == 50
     assert summary["aside"]["checkpoints"] == 10
@@ -402,11 +419,11 @@ def test_the_rate_counts_each_second_of_training_and_no_other(tmp_path, monkeypa
 def test_the_spare_is_used_where_a_checkpoint_is_damaged(tmp_path):
     Run(config(), tmp_path / "whole", quiet=True).train()
     killed(tmp_path / "cut", config(), at_step=33)
-    path = tmp_path / "cut" / "checkpoint.mq"
+    path = tmp_path / "cut" / "checkpoint.pt"
     path.write_bytes(path.read_bytes()[:-100])
     run = Run.resume(tmp_path / "cut", quiet=True)
     run.train()
-    assert "checkpoint.mq is damaged" in run.messages[0]
+    assert "checkpoint.pt is damaged" in run.messages[0]
     assert run.messages[1] == "continuing after iteration 24"
     assert_identical(tmp_path / "whole", tmp_path / "cut")
 
@@ -451,14 +468,14 @@ def finished(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["checkpoint.mq", "best.mq", "config.json"])
+@pytest.mark.parametrize("name", ["checkpoint.pt", "best.pt", "config.json"])
 def test_mutated_files_are_refused_by_name(finished, tmp_path, name, capsys):
     rng, path, folder = random.Random(name), finished / name, tmp_path / "run"
     content = path.read_bytes()
     folder.mkdir()
-    for other in ("config.json", "best.mq", "checkpoint.mq"):
+    for other in ("config.json", "best.pt", "checkpoint.pt"):
         (folder / other).write_bytes((finished / other).read_bytes())
-    command = ["eval", str(folder)] if name == "best.mq" else ["train", "--quiet", "--resume", str(folder)]
+    command = ["eval", str(folder)] if name == "best.pt" else ["train", "--quiet", "--resume", str(folder)]
     refused = 0
     for changed in mutations(content, 70, rng):
         (folder / name).write_bytes(changed)
@@ -473,7 +490,7 @@ def test_mutated_files_are_refused_by_name(finished, tmp_path, name, capsys):
 def test_a_run_that_has_lost_its_checkpoints_says_that_it_begins_anew(tmp_path, capsys):
     Run(config("iterations=2"), tmp_path / "run").train()
     assert "starting over" not in capsys.readouterr().err
-    (tmp_path / "run" / "checkpoint.mq").unlink()
+    (tmp_path / "run" / "checkpoint.pt").unlink()
     Run.resume(tmp_path / "run").train()
     assert f"there is no checkpoint in {tmp_path / 'run'}: starting over" in capsys.readouterr().err
 
@@ -481,7 +498,7 @@ def test_a_run_that_has_lost_its_checkpoints_says_that_it_begins_anew(tmp_path, 
 def test_a_checkpoint_of_another_configuration_is_refused(finished, tmp_path):
     other = tmp_path / "other"
     killed(other, config("seed=9"), at_step=13)
-    (other / "checkpoint.mq").write_bytes((finished / "checkpoint.mq").read_bytes())
+    (other / "checkpoint.pt").write_bytes((finished / "checkpoint.pt").read_bytes())
     with pytest.raises(RunError, match="belongs to another configuration"):
         Run.resume(other, quiet=True).train()
 
@@ -493,11 +510,15 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
         def __reduce__(self):
             return (os.system, ("touch " + str(tmp_path / "owned"),))
 
+    buffer = io.BytesIO()
+    torch.save(Evil(), buffer)
+    (tmp_path / "evil.pt").write_bytes(checkpoint.sealed(buffer.getvalue()))
     payload = pickle.dumps(Evil())
-    header = checkpoint.MAGIC + hashlib.sha256(payload).hexdigest().encode() + b"\n"
+    header = b"mirrorquant checkpoint 1 sha256 " + hashlib.sha256(payload).hexdigest().encode() + b"\n"
     (tmp_path / "evil.mq").write_bytes(header + payload)
-    with pytest.raises(CheckpointError, match=r"evil\.mq holds no state"):
-        checkpoint.load(tmp_path / "evil.mq")
+    for name in ("evil.pt", "evil.mq"):
+        with pytest.raises(CheckpointError, match=f"{name} holds no state"):
+            checkpoint.load(tmp_path / name)
     assert not (tmp_path / "owned").exists()
 
 
@@ -507,11 +528,7 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
 def with_checksum(state):
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    return sealed(buffer.getvalue())
-
-
-def sealed(payload):
-    return checkpoint.MAGIC + hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload
+    return checkpoint.sealed(buffer.getvalue())
 
 
 def changed(state, place, value):
@@ -536,25 +553,25 @@ WRONG = [
     ("seconds", math.nan, "seconds is nan"),
     ("best_step", 2**70, "best_step is 1180"),
     ("best_accuracy", math.inf, "best_accuracy is inf"),
-    ("aside", {"more": []}, "aside: 'more' is a list"),
+    ("aside", {"more": []}, "more is a list"),
     ("losses", torch.zeros(2), "losses is float32 of shape (2,), expected float32 of shape ()"),
     ("losses", torch.tensor(math.nan), "losses holds NaN"),
     ("rng", torch.zeros(5, dtype=torch.uint8), "rng is uint8 of shape (5,)"),
     ("rng", lambda rng: torch.full_like(rng, 255), "mt19937"),
-    ("metrics", {"bytes": 1.5, "sha256": ""}, "metrics.bytes is 1.5"),
-    ("model", [], "model differs from the model in"),
-    ("model/conv1.weight", None, "model differs from the model in conv1.weight"),
+    ("metrics", {"bytes": 1.5, "sha256": ""}, "bytes is 1.5, expected a whole number"),
+    ("model", [], "model is a list, expected a dictionary"),
+    ("model/conv1.weight", None, "model differs from that of this run in conv1.weight"),
     ("model/conv1.weight", torch.zeros(1).expand(1 << 40), "conv1.weight is float32 of shape (1099511627776,)"),
     ("model/conv1.weight", lambda w: w.double(), "conv1.weight is float64 of shape"),
     ("model/conv1.weight", lambda w: w * math.nan, "model: conv1.weight holds NaN"),
     ("model/conv1.weight", lambda w: w.to_sparse(), "conv1.weight is a Tensor, expected a tensor"),
     ("best/fc.bias", "x", "best: fc.bias is 'x'"),
-    ("optimizer", [], "the optimizer lacks a part of its state"),
-    ("optimizer/param_groups/0/betas", (0.9, 2.0), "betas of the optimizer is a tuple"),
-    ("optimizer/param_groups/0/lr", math.nan, "lr of the optimizer is nan"),
-    ("optimizer/param_groups/0/fused", True, "fused of the optimizer is True"),
-    ("optimizer/param_groups/0/params", [0], "params of the optimizer is a list"),
-    ("optimizer/state", {7: {}}, "the number of a parameter is 7"),
+    ("optimizer", [], "optimizer is a list, expected a dictionary"),
+    ("optimizer/param_groups/0/betas", (0.9, 2.0), "optimizer: param_groups: 0: betas: 1 is 2.0, expected 0.999"),
+    ("optimizer/param_groups/0/lr", math.nan, "optimizer: param_groups: 0: lr is nan, expected a finite number"),
+    ("optimizer/param_groups/0/fused", True, "optimizer: param_groups: 0: fused is True, expected a NoneType"),
+    ("optimizer/param_groups/0/params", [0], "optimizer: param_groups: 0: params is a list, expected 5 entries"),
+    ("optimizer/state", {7: {}}, "optimizer: state differs from that of this run in 7"),
 ]
 
 
@@ -562,15 +579,15 @@ WRONG = [
 def test_a_checkpoint_of_wrong_content_is_refused_and_the_spare_is_used(finished, tmp_path, place, value, message):
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    good = checkpoint.load(folder / "checkpoint.mq.previous")
-    (folder / "checkpoint.mq").write_bytes(with_checksum(changed(good, place, value)))
+    good = checkpoint.load(folder / "checkpoint.pt.previous")
+    (folder / "checkpoint.pt").write_bytes(with_checksum(changed(good, place, value)))
     run = Run.resume(folder, quiet=True)
     run.train()
-    assert "checkpoint.mq does not fit this run: " in run.messages[0]
+    assert "checkpoint.pt does not fit this run: " in run.messages[0]
     assert message in run.messages[0]
     assert_identical(finished, folder)
-    (folder / "checkpoint.mq").write_bytes(with_checksum(changed(good, place, value)))
-    (folder / "checkpoint.mq.previous").unlink()
+    (folder / "checkpoint.pt").write_bytes(with_checksum(changed(good, place, value)))
+    (folder / "checkpoint.pt.previous").unlink()
     with pytest.raises(CheckpointError, match=re.escape(message)):
         Run.resume(folder, quiet=True).train()
 
@@ -580,20 +597,20 @@ def test_a_checkpoint_of_wrong_content_is_refused_and_the_spare_is_used(finished
     [
         ("model", None, "its model is not a dictionary of tensors"),
         ("model", [1], "its model is not a dictionary of tensors"),
-        ("model/conv1.weight", None, "its model differs from the model in conv1.weight"),
+        ("model/conv1.weight", None, "its model differs from that of this run in conv1.weight"),
         ("model/conv1.weight", lambda w: w[:1], "its model: conv1.weight is float32 of shape (1, 1, 3, 3)"),
         ("model/conv1.weight", lambda w: w * math.nan, "its model: conv1.weight holds NaN"),
         ("config", None, "its config is missing"),
         ("config", 5, "its config is 5"),
         ("images", 5, "its images are 5"),
-        ("images/shape", [], "a side of its images is missing"),
+        ("images/shape", [], "its images are a dict, expected classes and shape"),
         ("images/shape", "188", "its images are a dict"),
-        ("images/classes", 10**30, "the number of its classes is 1000000"),
+        ("images/classes", 10**30, "classes is 1000000"),
     ],
 )
 def test_a_best_network_of_wrong_content_is_refused_in_one_line(finished, tmp_path, capsys, place, value, message):
     shutil.copytree(finished, tmp_path / "run")
-    best = tmp_path / "run" / "best.mq"
+    best = tmp_path / "run" / "best.pt"
     best.write_bytes(with_checksum(changed(checkpoint.load(best), place, value)))
     for command in ("eval", "pack"):
         assert main([command, str(tmp_path / "run")]) == 1
@@ -607,10 +624,10 @@ def test_a_checkpoint_that_grows_when_it_is_read_is_refused_unread(tmp_path, mon
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data/0", bytes(1 << 24))
-    (tmp_path / "bomb.mq").write_bytes(sealed(buffer.getvalue()))
+    (tmp_path / "bomb.pt").write_bytes(checkpoint.sealed(buffer.getvalue()))
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was read"))
-    with pytest.raises(CheckpointError, match=r"bomb\.mq holds no state that can be loaded"):
-        checkpoint.load(tmp_path / "bomb.mq")
+    with pytest.raises(CheckpointError, match=r"bomb\.pt holds no state that can be loaded"):
+        checkpoint.load(tmp_path / "bomb.pt")
 
 
 @pytest.mark.parametrize(
@@ -637,7 +654,7 @@ def test_a_broken_line_of_metrics_is_named_before_anything_is_trained(finished, 
     with pytest.raises(MetricsError, match=f"line 1: {message}"):
         read_metrics(path)
     run = Run.resume(tmp_path / "run", quiet=True)
-    run._iterate = run._finish = lambda *_: pytest.fail("training began")
+    run.advance = run._finish = lambda *_: pytest.fail("training began")
     with pytest.raises(MetricsError, match=f"line 1: {message}|differs from what iteration 40 had recorded"):
         run.train()
 
@@ -668,7 +685,7 @@ def test_a_run_whose_checkpoint_has_no_seal_of_its_metrics_goes_on(tmp_path):
     """As runs of earlier versions have none."""
     Run(config(), tmp_path / "whole", quiet=True).train()
     killed(tmp_path / "cut", config(), at_step=33)
-    for name in ("checkpoint.mq", "checkpoint.mq.previous"):
+    for name in ("checkpoint.pt", "checkpoint.pt.previous"):
         path = tmp_path / "cut" / name
         path.write_bytes(with_checksum(changed(checkpoint.load(path), "metrics", None)))
     Run.resume(tmp_path / "cut", quiet=True).train()
@@ -677,7 +694,7 @@ def test_a_run_whose_checkpoint_has_no_seal_of_its_metrics_goes_on(tmp_path):
 
 def config_text(**changes):
     """A configuration as a file holds it, with the checksum of what is in it; None takes a key out."""
-    content = {**config().as_dict(), **changes}
+    content = {**build.resolve(config()).record(), **changes}
     content = {key: value for key, value in content.items() if value is not None or key in ("compile", "channels_last")}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({**content, "sha256": digest}, indent=1) + "\n"
@@ -687,9 +704,10 @@ def config_text(**changes):
     ("changes", "message"),
     [
         ({"method": "mine"}, "names the method 'mine', which is not registered here.* import the module that defines"),
-        ({"warmup": 3}, "has the key 'warmup', unknown to this version of mirrorquant: use the version that wrote it"),
+        ({"warp": 3}, "has the key 'warp', unknown to this version of mirrorquant: use the version that wrote it"),
         ({"lr": "fast"}, "lr is 'fast', but it must be float"),
-        ({"lr": math.nan}, "lr is nan, but it must be positive"),
+        ({"lr": math.nan}, "lr is nan, but it must be at most 100"),
+        ({"version": 3}, "is of version 3, unknown to this version of mirrorquant: use the version that wrote it"),
         ({"iterations": 1.5}, "iterations is 1.5, but it must be int"),
         ({"iterations": True}, "iterations is True, but it must be int"),
         ({"seed": 10**400}, "seed is 1000.*, but it must be at most"),
@@ -726,10 +744,10 @@ def test_a_key_that_came_later_has_its_default_in_an_older_run(finished, tmp_pat
     shutil.copytree(finished, tmp_path / "run")
     older = config_text(note=None)
     (tmp_path / "run" / "config.json").write_text(older)
-    for name in ("checkpoint.mq", "best.mq"):
+    for name in ("checkpoint.pt", "best.pt"):
         path = tmp_path / "run" / name
         path.write_bytes(with_checksum(changed(checkpoint.load(path), "config", older)))
-    assert Config.load(tmp_path / "run" / "config.json") == config()
+    assert Config.load(tmp_path / "run" / "config.json").identity == build.resolve(config()).identity
     Run.resume(tmp_path / "run", quiet=True).train()
     assert main(["eval", str(tmp_path / "run")]) == 0
 
@@ -741,7 +759,7 @@ def test_resuming_and_evaluating_never_download(tmp_path, monkeypatch, capsys):
     folder.mkdir()
     text = config_text(data="cifar10", model="resnet18", data_root=str(tmp_path / "elsewhere"))
     (folder / "config.json").write_text(text)
-    (folder / "best.mq").write_bytes(with_checksum({"model": {}, "config": text}))
+    (folder / "best.pt").write_bytes(with_checksum({"model": {}, "config": text}))
     for command in (["train", "--resume"], ["eval"], ["pack"]):
         assert main([*command, str(folder)]) == 1
         assert "downloading is off" in capsys.readouterr().err
@@ -767,22 +785,22 @@ def test_a_folder_removed_during_a_run_ends_it_with_one_error(tmp_path, monkeypa
     told = []
     monkeypatch.setattr("threading.excepthook", told.append)
     run = Run(config(), tmp_path / "run", quiet=True)
-    step = run._train_step
+    advance = run.advance
 
     def removing():
         if run.step == 8:
             shutil.rmtree(tmp_path / "run")
-        return step()
+        advance()
 
-    run._train_step = removing
+    run.advance = removing
     with pytest.raises(RunError, match=r"its folder is gone. It was removed or renamed while the run went on"):
         run.train()
     assert told == []
 
 
 def test_the_files_of_a_run_are_not_mistaken_for_packed_ones(finished):
-    with pytest.raises(mq.PackError, match=r"best\.mq is a file of a run, not a packed model: 'mirrorquant pack"):
-        mq.load(finished / "best.mq")
+    with pytest.raises(mq.PackError, match=r"best\.pt is a checkpoint, not a packed model: 'mirrorquant pack"):
+        mq.load(finished / "best.pt")
 
 
 # What a power cut leaves.
@@ -810,21 +828,21 @@ def recorded(monkeypatch, folder):
 
 
 def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_the_next(tmp_path, monkeypatch):
-    checkpoint.save(tmp_path / "a.mq", {})
+    checkpoint.save(tmp_path / "a.pt", {})
     calls = recorded(monkeypatch, tmp_path)
-    checkpoint.save(tmp_path / "a.mq", {})
-    first = ["sync a.mq.new.writing", "rename a.mq.new", "sync ."]
-    assert calls == [*first, "rename a.mq.previous", "rename a.mq", "sync ."]
+    checkpoint.save(tmp_path / "a.pt", {})
+    first = ["sync a.pt.new.writing", "rename a.pt.new", "sync ."]
+    assert calls == [*first, "rename a.pt.previous", "rename a.pt", "sync ."]
 
 
 def test_metrics_are_on_the_disk_before_the_checkpoint_that_counts_on_them(tmp_path, monkeypatch):
     run = Run(config("iterations=6"), tmp_path / "run", quiet=True)
     calls = recorded(monkeypatch, tmp_path / "run")
     run.train()
-    assert calls[: calls.index("rename checkpoint.mq")] == [
+    assert calls[: calls.index("rename checkpoint.pt")] == [
         *("sync metrics.jsonl.writing", "rename metrics.jsonl", "sync ."),
         "sync metrics.jsonl",
-        *("sync checkpoint.mq.new.writing", "rename checkpoint.mq.new", "sync ."),
+        *("sync checkpoint.pt.new.writing", "rename checkpoint.pt.new", "sync ."),
     ]
 
 
@@ -837,8 +855,8 @@ def test_a_system_that_cannot_synchronize_folders_is_no_reason_to_stop(tmp_path,
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", picky)
-    checkpoint.save(tmp_path / "a.mq", {"a": 1})
-    assert checkpoint.load(tmp_path / "a.mq") == {"a": 1}
+    checkpoint.save(tmp_path / "a.pt", {"a": 1})
+    assert checkpoint.load(tmp_path / "a.pt") == {"a": 1}
 
 
 # Other trouble.
@@ -891,7 +909,7 @@ def test_a_nan_loss_stops_with_step_layer_and_remedy(tmp_path):
 def fill_disk(folder, settings):
     torch.set_num_threads(1)
     run = Run(settings, folder, quiet=True)
-    save, calls = run._save_checkpoint, []
+    save, calls = run._save, []
 
     def failing():
         calls.append(1)
@@ -900,7 +918,7 @@ def fill_disk(folder, settings):
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         save()
 
-    run._save_checkpoint = failing
+    run._save = failing
     try:
         run.train()
     except RunError as error:
@@ -915,7 +933,7 @@ def test_a_full_disk_ends_with_a_clear_error_and_the_last_good_checkpoint(tmp_pa
     told = Path(f"{folder}.told").read_text()
     assert "could not be written" in told
     assert "Free some space" in told
-    assert checkpoint.load(folder / "checkpoint.mq")["step"] == 12
+    assert checkpoint.load(folder / "checkpoint.pt")["step"] == 12
     Run(config(), tmp_path / "whole", quiet=True).train()
     Run.resume(folder, quiet=True).train()
     assert_identical(tmp_path / "whole", folder)
@@ -945,8 +963,8 @@ def test_a_full_disk_on_resuming_leaves_the_metrics_as_they_were(finished, tmp_p
         (["lr"], "write key=value"),
         (["lr=fast"], "'fast' is not float"),
         (["affine=maybe"], "'maybe' is not true or false"),
-        (["lr=0"], "lr is 0.0, but it must be positive"),
-        (["lr=inf"], "lr is inf, but it must be positive and finite"),
+        (["lr=0"], "lr is 0.0, but it must be at least 1e-35"),
+        (["lr=inf"], "lr is inf, but it must be at most 100"),
         (["beta_scale=0.9"], "beta_scale is 0.9, but it must be at least 1"),
         (["beta_scale=nan"], "beta_scale is nan, but it must be"),
         (["beta_cap=1e36"], r"beta_cap is 1e\+36, but it must be at most 1e\+35"),
@@ -960,9 +978,13 @@ def test_a_full_disk_on_resuming_leaves_the_metrics_as_they_were(finished, tmp_p
         (["threads=99999999999"], "threads is 99999999999, but it must be at most 1024"),
         ([f"seed={2**63}"], "seed is 9223372036854775808, but it must be at most"),
         (["momentum=inf"], r"momentum is inf, but it must be at most 1e\+35"),
-        (["lr=1e39"], r"lr is 1e\+39 and lr_scale 0.1, but .* must stay at most 100"),
+        (["lr=1e39"], r"lr is 1e\+39, but it must be at most 100"),
+        (["lr_scale=1.1", "lr_interval=1"], "lr is 0.003 and lr_scale 1.1, but .* must stay at most 100"),
+        (["warmup=800"], "warmup is 800, but it must be below iterations, 800"),
+        (["lr_schedule=steps"], "one of step, cosine, linear, constant"),
+        (["finalize_at=0"], "finalize_at is 0.0, but it must be at least 1e-09"),
         (["lr_scale=1e300", "lr_interval=1"], r"lr_scale 1e\+300, but in 800 iterations the learning rate must stay"),
-        (["optimizer=lion"], "one of adam, sgd"),
+        (["optimizer=lion"], "one of adam, adamw, sgd"),
         (["method=md-tanhs"], "did you mean 'md-tanh-s'"),
         (["levels=1,0"], "increase strictly"),
         (["levels=one"], "numbers like -1,0,1"),
@@ -978,9 +1000,9 @@ def test_bad_configurations_are_refused(overrides, message):
 def test_what_a_model_has_frozen_is_not_trained(method):
     """The fast step trains all that the optimizer has."""
     setting = Config.from_recipe(DIGITS, [f"method={method}"])
-    model = setting.build_model(10, 1)
+    model = build.model(setting, 10, 1)
     model.conv1.weight.requires_grad_(False)
-    names = [name for group in setting.build_optimizer(model, 1).param_groups for name in group["param_names"]]
+    names = [name for group in build.optimizer(setting, model, 1).param_groups for name in group["param_names"]]
     assert names == ["conv2.weight", "conv3.weight", "fc.weight", "fc.bias"]
 
 
@@ -1009,7 +1031,7 @@ def test_problems_of_data_model_and_device_are_told_without_a_traceback(tmp_path
 def test_names_in_a_run_folder_cannot_steer_the_terminal(finished, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
-    for name in ("best.mq", "checkpoint.mq"):
+    for name in ("best.pt", "checkpoint.pt"):
         state = checkpoint.load(folder / name)
         state["model"]["\x1b[2Jevil"] = torch.zeros(1)
         checkpoint.save(folder / name, state)  # what was there is now the spare

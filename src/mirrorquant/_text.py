@@ -1,6 +1,6 @@
-"""Text from files, made safe to print."""
+"""Text for messages: from files, made safe to print, and from errors, in one line."""
 
-__all__ = ["printable"]
+__all__ = ["first_line", "printable"]
 
 _MOST = 1000
 
@@ -17,3 +17,8 @@ def printable(text: str) -> str:
     if len(text) > _MOST:
         text = f"{text[: _MOST // 2]} ... {text[-_MOST // 2 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line: its class and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -24,7 +24,6 @@ import re
 import shlex
 import sys
 import tempfile
-import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ from typing import Any
 from torch import nn
 
 from mirrorquant import methods, models, packing
-from mirrorquant._text import printable
+from mirrorquant._text import first_line, printable
 from mirrorquant._version import __version__
 from mirrorquant.data import Data, DataError, load
 from mirrorquant.data import get as get_data
@@ -41,13 +40,12 @@ from mirrorquant.data import names as data_names
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.health import health
 from mirrorquant.packing import PackError, kernels
-from mirrorquant.packing.kernels import KernelsError
 from mirrorquant.report import RunRecord, labels, plots, read_results
 from mirrorquant.report.tables import compare_row, compare_table, results_tables
-from mirrorquant.train import checkpoint, recipes
-from mirrorquant.train.config import TYPES, Config, ConfigError
-from mirrorquant.train.loop import USER_ERRORS, Interrupted, Run, accuracy, layers
-from mirrorquant.train.report import first_line
+from mirrorquant.train import Best, Config, ConfigError, Interrupted, Run, RunFolder, build, recipes
+from mirrorquant.train.config import KEYS, Key, MachineKeys
+from mirrorquant.train.evaluate import accuracy, layers
+from mirrorquant.train.run_folder import BEST
 
 __all__ = ["main"]
 
@@ -92,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
-    except (*USER_ERRORS, recipes.RecipeError, MirrorquantError, PackError, KernelsError) as error:
+    except MirrorquantError as error:
         print(f"mirrorquant: {printable(str(error))}", file=sys.stderr)  # it may quote a stranger's file
         return 1
     except OSError as error:
@@ -126,7 +124,7 @@ def _hint(unknown: Sequence[str]) -> str:
         return "write key=value without spaces, as in lr=0.01"
     for text in unknown:
         key, _, value = text.lstrip("-").partition("=")
-        if text.startswith("-") and key.replace("-", "_") in TYPES:
+        if text.startswith("-") and key.replace("-", "_") in KEYS:
             return f"there is no option {text.partition('=')[0]}: write {key.replace('-', '_')}={value or 'VALUE'}"
     return ""
 
@@ -138,11 +136,9 @@ def train(options: argparse.Namespace) -> None:
     """Trains a recipe, or goes on with a run."""
     _try_writing(options.results)
     if options.resume:
-        if options.recipe or options.overrides or options.out:
-            raise ConfigError(
-                "--resume goes on with a run as it was: recipe, key=value and --out cannot be given with it"
-            )
-        run = Run.resume(options.resume, quiet=options.quiet)
+        if options.recipe or options.out:
+            raise ConfigError("--resume continues a run in its folder: recipe and --out cannot be given with it")
+        run = Run.resume(options.resume, options.overrides, quiet=options.quiet)
     else:
         config = Config.from_recipe(options.recipe or DEFAULT, options.overrides)
         _refuse_idle([config])
@@ -155,15 +151,15 @@ def train(options: argparse.Namespace) -> None:
         print(json.dumps(summary))
         return
     _print_table([compare_row(record)])
-    for path in _pictures([run.folder]):
+    for path in _pictures([run.folder.path]):
         print(f"wrote {path}")
-    best = "the best network" if run.config.method == "ref" else "the best rounded network"
-    print(f"wrote {run.folder / 'best.mq'}, {best}\n\nnext:")
-    folder = shlex.quote(str(run.folder))
-    really = "" if run.config.method == "ref" else ", and whether its weights really are on their levels"
+    best = "the best network" if run.config["method"] == "ref" else "the best rounded network"
+    print(f"wrote {run.folder.path / BEST[0]}, {best}\n\nnext:")
+    folder = shlex.quote(str(run.folder.path))
+    really = "" if run.config["method"] == "ref" else ", and whether its weights really are on their levels"
     print(f"  mirrorquant eval {folder}          its accuracy{really}")
     print(f"  mirrorquant summary {folder}       its bits and bytes, layer by layer")
-    if run.config.method != "ref":
+    if run.config["method"] != "ref":
         print(f"  mirrorquant pack {folder}          the network at its true size, in a file")
 
 
@@ -187,7 +183,7 @@ def compare(options: argparse.Namespace) -> None:
         if options.results:
             record.write_result(options.results)
         rows.append(compare_row(record))
-        folders.append(run.folder)
+        folders.append(run.folder.path)
     if options.json:
         print(json.dumps(rows))
         return
@@ -237,9 +233,9 @@ def _no_recipe(task: str, levels: str, method: str) -> str:
 
 def _begun(config: Config, folder: Path, options: argparse.Namespace) -> Run:
     """A run of a comparison: a new one, or with --resume the one that stands in its folder, ended or not."""
-    if not options.resume or not (folder / "config.json").exists():
+    if not options.resume or not RunFolder(folder).begun:
         return Run(config, folder, quiet=options.quiet)
-    if Config.load(folder / "config.json").text() != config.text():
+    if RunFolder(folder).config().identity != build.resolve(config).identity:
         raise ConfigError(f"{folder} holds a run of another configuration: give the same key=value, or another --out")
     return Run.resume(folder, quiet=options.quiet)
 
@@ -251,24 +247,23 @@ def evaluate(options: argparse.Namespace) -> None:
     _refuse_file(options.folder, "the folder of a run, a packed *.safetensors, an *.onnx or an OpenVINO *.xml file")
     if options.data or options.data_root or options.model:
         raise ConfigError("--data, --data-root and --model are for files: a run knows them")
-    config, best = _best(options.folder)
-    data = load(config.data, config.data_root, download=False).to(config.torch_device)
-    model, opt = _model(config, len(data.classes), data.shape[0])
-    checkpoint.fill(model, best)
-    model.to(config.torch_device)
-    off = [row["name"] for row in layers(opt) if row["off_levels"]]
+    best = Best.load(options.folder)
+    config, off, device = best.config, best.off_levels, build.device(best.config)
+    data = load(config["data"], config["data_root"], download=False).to(device)
+    if len(data.classes) != best.images["classes"]:
+        raise ConfigError(f"{best.path} has {best.images['classes']} classes, but {data.name} has {len(data.classes)}")
     result = {"folder": str(options.folder), "split": options.split, "weights_off_their_levels": off}
-    result["problems"] = [] if off else health(opt).collapses
-    result["accuracy"], result["loss"] = accuracy(model, getattr(data, options.split), data)
+    result["problems"] = [] if off else health(best.opt).collapses
+    result["accuracy"], result["loss"] = accuracy(best.model.to(device), getattr(data, options.split), data)
     if options.json:
         print(json.dumps(result))
         return
-    print(f"{config.data} {options.split}: {result['accuracy']:.2f} % (loss {result['loss']:.4f})")
-    count = sum(row["bits"] < 32 for row in layers(opt))
+    print(f"{data.name} {options.split}: {result['accuracy']:.2f} % (loss {result['loss']:.4f})")
+    count = sum(row["bits"] < 32 for row in layers(best.opt))
     if off:
         print(f"off their levels: {off}")
     elif count:
-        print(f"all {count} quantized tensors are exactly on their {config.levels} levels")
+        print(f"all {count} quantized tensors are exactly on their {config['levels']} levels")
     else:
         print("a float network: none of its tensors is quantized")
     for problem in result["problems"]:
@@ -322,7 +317,7 @@ def _data_of_file(path: Path, about: dict[str, Any], options: argparse.Namespace
 
     A file may come from anybody: it can name a data set of this library, but not a folder, and starts no download.
     """
-    root, told = options.data_root or Config.data_root, about.get("data")
+    root, told = options.data_root or MachineKeys.data_root, about.get("data")
     if options.data:
         return load(options.data, root)
     if not isinstance(told, str) or ":" in told or told not in data_names():
@@ -442,9 +437,9 @@ def summary(options: argparse.Namespace) -> None:
     else:
         _refuse_file(options.what, "the folder of a run, a recipe or a packed *.safetensors")
         config = Config.from_recipe(str(options.what))
-        known = get_data(config.data)
+        known = get_data(config["data"])
         classes, channels = known.classes or 10, known.shape[0] if known.shape else 3
-        rows = layers(_model(config, classes, channels)[1])
+        rows = layers(build.optimizer(config, build.model(config, classes, channels), 1))
     if options.json:
         print(json.dumps(rows))
         return
@@ -483,7 +478,7 @@ def draw_projections(options: argparse.Namespace) -> None:
 
 def _folder(config: Config) -> Path:
     """runs/NAME-seedK, numbered where it is taken."""
-    base = Path("runs") / f"{config.recipe.replace('/', '-')}-seed{config.seed}"
+    base = Path("runs") / f"{config['recipe'].replace('/', '-')}-seed{config['seed']}"
     folder, number = base, 1
     while (folder / "config.json").exists():
         number += 1
@@ -499,14 +494,6 @@ def _try_writing(results: Path | None) -> None:
             pass
 
 
-def _best(folder: Path) -> tuple[Config, checkpoint.Best]:
-    config = Config.load(folder / "config.json")
-    best = checkpoint.load_best(folder / "best.mq")
-    if Config.parse(best.config, best.path) != config:
-        raise ConfigError(f"{best.path} belongs to another configuration than config.json")
-    return config, best
-
-
 @dataclasses.dataclass(frozen=True)
 class _Network:
     """A rounded network and where it comes from: what a file tells about itself."""
@@ -518,7 +505,7 @@ class _Network:
 
 
 def _network(path: Path, builder: str | None = None) -> _Network:
-    """The best rounded network of a run (its folder, or its best.mq), or of a packed file."""
+    """The best rounded network of a run (its folder, or its best.pt), or of a packed file."""
     if path.suffix == PACKED:
         contents = packing.read(path)
         if contents.architecture is None and builder is None:
@@ -530,27 +517,19 @@ def _network(path: Path, builder: str | None = None) -> _Network:
         return _Network(packing.load(path, own), contents.about, path.parent, path.stem)
     if builder is not None:
         raise ConfigError(f"--model is for packed files: {path} is a run, which knows its model")
-    if path.suffix != ".mq":
-        _refuse_file(path, "the folder of a run, its best.mq or a packed *.safetensors")
-    if path.is_dir() or not path.suffix:
-        config, best = _best(path)
-    else:
-        best = checkpoint.load_best(path)
-        config = Config.parse(best.config, path)
-    if config.method == "ref":
+    if path.name not in BEST:
+        _refuse_file(path, f"the folder of a run, its {BEST[0]} or a packed *.safetensors")
+    best = Best.load(path)
+    if best.config["method"] == "ref":
         raise PackError(
             f"{path} is a float network, and only quantized ones can be packed or exported; in Python its weights are "
-            f"mirrorquant.train.checkpoint.load(Path({str(best.path)!r}))['model'], a state_dict for PyTorch's tools"
+            f"torch.load({str(best.path)!r}, weights_only=True)['model'], a state_dict for PyTorch's tools"
         )
-    images = best.images or _images(config)
-    model, opt = _model(config, images["classes"], images["shape"][0])
-    checkpoint.fill(model, best)
-    off = [row["name"] for row in layers(opt) if row["off_levels"]]
-    if off:
-        raise PackError(f"{best.path} has weights off their {config.levels} levels, in {', '.join(off)}")
-    told = ("recipe", "data", "model", "method", "levels", "seed")
-    about = {**{key: getattr(config, key) for key in told}, **images}
-    return _Network(model.eval(), about, best.path.parent, "packed")
+    if best.off_levels:
+        raise PackError(
+            f"{best.path} has weights off their {best.config['levels']} levels, in {', '.join(best.off_levels)}"
+        )
+    return _Network(best.model, best.about, best.path.parent, "packed")
 
 
 def _refuse_file(path: Path, expected: str) -> None:
@@ -558,18 +537,8 @@ def _refuse_file(path: Path, expected: str) -> None:
         raise ConfigError(f"{path} is not a supported file; expected {expected}")
 
 
-def _images(config: Config) -> dict[str, Any]:
-    data = load(config.data, config.data_root, download=False)
-    return {"classes": len(data.classes), "shape": list(data.shape)}
-
-
 def _whole(value: Any, otherwise: int) -> int:
     return value if type(value) is int and 0 < value < 1 << 20 else otherwise
-
-
-def _model(config: Config, classes: int, channels: int) -> tuple[Any, Any]:
-    model = config.build_model(classes, channels)
-    return model, config.build_optimizer(model, 1)
 
 
 def _print_columns(values: dict[str, Any]) -> None:
@@ -596,7 +565,7 @@ def _pictures(folders: list[Path], rows: list[dict[str, Any]] | None = None, out
 
 
 def _has_histograms(folder: Path) -> bool:
-    return bool(Config.load(folder / "config.json").histogram_every)
+    return bool(RunFolder(folder).config()["histogram_every"])
 
 
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
@@ -613,7 +582,12 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub = command("train", train, "train a network", "mirrorquant train cifar10/resnet18/binary/md-tanh-s seed=1")
     sub.add_argument("recipe", nargs="?", help=f"a name from 'mirrorquant recipes'; default: {DEFAULT}")
     sub.add_argument("--out", type=Path, help="the run's folder; default: a new one in runs/")
-    sub.add_argument("--resume", type=Path, metavar="RUN", help=f"go on with the run in this folder; {TRUSTED}")
+    sub.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help=f"continue the run in this folder, perhaps with another device or data_root; {TRUSTED}",
+    )
     _common(sub)
     sub = command("compare", compare, "several methods on one task", "mirrorquant compare digits/digitsnet --seeds 3")
     sub.add_argument("task", nargs="?", default="digits/digitsnet", help="data set and model of the recipes")
@@ -653,7 +627,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub = command("plots", draw_projections, "projections, inverses, mirror maps", "mirrorquant plots --out figures")
     sub.add_argument("--out", type=Path, default=Path("figures"))
     sub = command("pack", pack, "a run's network at one bit a weight", "mirrorquant pack runs/NAME -o net.safetensors")
-    sub.add_argument("what", type=Path, metavar="RUN", help=f"the run's folder, or its best.mq; {TRUSTED}")
+    sub.add_argument("what", type=Path, metavar="RUN", help=f"the run's folder, or its best.pt; {TRUSTED}")
     sub.add_argument("-o", "--out", type=Path, metavar="FILE", help=f"default: RUN/packed{PACKED}")
     sub.add_argument("--json", action="store_true", help="print JSON")
     sub = command("export", export, "for other runtimes, at one bit a weight", "mirrorquant export runs/NAME --to onnx")
@@ -669,9 +643,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
 
 def _run(text: str) -> Path:
-    """A path; the best.mq of a run stands for the run."""
+    """A path; the file of the best network of a run stands for the run."""
     path = Path(text)
-    return path.parent if path.name == "best.mq" else path
+    return path.parent if path.name in BEST else path
 
 
 def _count(text: str) -> int:
@@ -687,10 +661,17 @@ def _shape(text: str) -> list[int]:
 
 
 def _common(sub: argparse.ArgumentParser) -> None:
-    sub.epilog = (
-        "Any key can be changed by key=value, as in lr=0.01; 'mirrorquant recipes NAME' shows what a recipe sets.\n"
-        + textwrap.fill(f"Keys: {', '.join(TYPES)}", 110)
-    )
+    keys = {name: key for name, key in KEYS.items() if key.section != "origin"}
+    rows = (f"  {name:18}{key.help}{_by_default(key)}" for name, key in keys.items())
+    sub.epilog = "Any key can be changed by key=value, as in lr=0.01:\n" + "\n".join(rows)
     sub.add_argument("--results", type=Path, metavar="DIR", help="also keep the summary as JSON in this folder")
     sub.add_argument("--quiet", action="store_true", help="no progress")
     sub.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def _by_default(key: Key) -> str:
+    choices = f": {', '.join(key.choices)}" if key.choices else ""
+    empty = key.default in ("", None) or key.default == []
+    return (
+        choices if empty else f"{choices} (default {str(key.default).lower() if key.type == 'bool' else key.default})"
+    )

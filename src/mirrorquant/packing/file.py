@@ -38,7 +38,7 @@ BITS = "plane j holds bit j of the level's number; one row per output channel; t
 _BLANK = "0" * 64
 _MOST_TEXT = 1 << 24
 _MOST_DEEP = 32
-_CHECKPOINT = b"mirrorquant checkpoint "  # the beginning of a run's *.mq files
+_CHECKPOINTS = (b"PK\x03\x04", b"mirrorquant checkpoint ")  # how files of torch.save begin, and a run's old *.mq
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 T = TypeVar("T")
@@ -103,10 +103,10 @@ def read(path: str | os.PathLike[str]) -> Contents:
         content = _files.read_regular(path)
     except OSError as error:
         raise PackError(f"{path} cannot be read ({error.strerror})") from error
-    if content.startswith(_CHECKPOINT):
+    if content.startswith(_CHECKPOINTS):
         raise PackError(
-            f"{path} is a file of a run, not a packed model: 'mirrorquant pack {path}' packs a best.mq, and "
-            "mirrorquant.train.checkpoint.load reads its tensors"
+            f"{path} is a checkpoint, not a packed model: 'mirrorquant pack {path}' packs the best.pt of a run, and "
+            "torch.load(path, weights_only=True) reads its tensors"
         )
     try:
         return _contents(Path(path), content)

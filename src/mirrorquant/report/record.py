@@ -15,7 +15,7 @@ from typing import Any
 from mirrorquant import _files, schedules
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.train import recipes
-from mirrorquant.train.report import MetricsError, read_metrics
+from mirrorquant.train.metrics import MetricsError, read_metrics
 
 __all__ = ["RecordError", "RunRecord", "read_results"]
 
@@ -100,7 +100,7 @@ class RunRecord:
     @property
     def experiment(self) -> str:
         """The same text for runs of one configuration, apart from the seed, the machine and what is recorded."""
-        ignored = _SAME_EXPERIMENT | {"overrides", "sha256", "recipe"}
+        ignored = _SAME_EXPERIMENT | {"overrides", "sha256", "recipe", "version"}
         config = {key: value for key, value in self.config.items() if key not in ignored}
         return json.dumps([self.name, config], sort_keys=True)
 

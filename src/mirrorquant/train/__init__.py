@@ -1,14 +1,29 @@
 """Training: the paper's experimental protocol as one loop for all methods.
 
-``Config`` says what is trained (a recipe, and what is changed in it), ``Run`` trains it in a folder, and can go on
-where it stopped.
+``Config`` says what is trained (a recipe, and what is changed in it), ``Run`` trains it in a folder and can continue
+after a stop, ``RunFolder`` reads what is there.
 
 >>> config = Config.from_recipe("digits/digitsnet/binary/md-tanh-s", ["iterations=20", "seed=3"])
->>> config.method, config.iterations, config.overrides
+>>> config.method.name, config["iterations"], config.origin.overrides
 ('md-tanh-s', 20, {'iterations': 20, 'seed': 3})
 """
 
+from mirrorquant.train.checkpoint import CheckpointError
 from mirrorquant.train.config import Config, ConfigError
-from mirrorquant.train.loop import Run, RunError
+from mirrorquant.train.engine import EngineError
+from mirrorquant.train.loop import Interrupted, Run
+from mirrorquant.train.metrics import MetricsError
+from mirrorquant.train.run_folder import Best, RunError, RunFolder
 
-__all__ = ["Config", "ConfigError", "Run", "RunError"]
+__all__ = [
+    "Best",
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "EngineError",
+    "Interrupted",
+    "MetricsError",
+    "Run",
+    "RunError",
+    "RunFolder",
+]

@@ -1,134 +1,256 @@
-"""The configuration of a run: a recipe with every default filled in, and what was overridden."""
+"""The configuration of a run: every key with its type, range, default and help, and the file that holds them.
+
+A key stands in one place, as a field of one of the sections below; overrides, recipes, files, help and checks follow
+from there. Keys have names of their own over all sections, so that ``lr=0.01`` or a flat file need no sections; the
+field ``name`` of a section has the section's name for its key: ``method`` is ``config.method.name``. The default of a
+key that is added must be what earlier versions did.
+
+>>> config = Config.from_recipe("cifar10/resnet18/binary/md-tanh-s", ["lr=0.01", "iterations=500"])
+>>> config.method.name, config.optimizer.lr, config["lr"], config["iterations"]
+('md-tanh-s', 0.01, 0.01, 500)
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import hashlib
 import json
-import math
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import Any, NamedTuple
 
 from mirrorquant import _files, methods, models, schedules
-from mirrorquant.health import unwarned
+from mirrorquant.errors import MirrorquantError
 from mirrorquant.levels import BINARY, TERNARY, Levels
 from mirrorquant.methods import Method
-from mirrorquant.optimizer import MirrorDescent
-from mirrorquant.select import split
-from mirrorquant.train import recipes
+from mirrorquant.schedules import Schedule
 
-__all__ = ["Config", "ConfigError"]
+__all__ = ["KEYS", "Config", "ConfigError", "Key", "parse_levels", "upgrade"]
 
-
-_RANGES = (
-    (("lr_interval", "beta_interval", "batch_size", "eval_every", "log_every"), 1, math.inf),
-    (("iterations",), 1, 1e15),
-    (("width", "stem_stride"), 1, 4096),
-    (("beta_scale", "beta_cap"), 1, 1e35),
-    (("histogram_every", "checkpoint_every", "recalibrate"), 0, math.inf),
-    (("threads",), 0, 1024),
-    (("momentum", "weight_decay", "pq_rate"), 0, 1e35),
-    (("seed",), -(2**63), 2**63 - 1),
-)
+VERSION = 2
 _LARGEST_LR = 100.0  # times the largest beta, and ten for Adam's first step, it is still a float32
-_NO_BETA = ("ref", "bc", "pq")
 _REMEDY = "a run's configuration cannot be edited: start a new run with key=value overrides"
 _IMPORT = "python -c 'import MODULE, sys; from mirrorquant.cli import main; sys.exit(main())' COMMAND ..."
 _LONGEST = 1 << 20  # bytes of a file
+_RENAMED = {  # what methods of configurations of version 1 are called now
+    "md-tanh": "md-tanh-bounded",
+    "md-tanh-primal": "md-tanh",
+    "md-softmax": "md-softmax-bounded",
+    "md-softmax-primal": "md-softmax",
+    "pmf": "pmf-exact",
+    "pmf-authors": "pmf",
+}
 
 
-class ConfigError(ValueError):
+class ConfigError(MirrorquantError, ValueError):
     """A configuration that does not make sense; the message names the key or the file."""
+
+
+Condition = tuple[str, Callable[[Any], bool]]
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    least: float = float("-inf"),
+    most: float = float("inf"),
+    choices: tuple[str, ...] = (),
+    used: tuple[Condition, ...] = (),
+) -> Any:
+    """A key of the configuration: ``used`` are conditions on other keys without which it has no effect."""
+    facts = {"help": help, "least": least, "most": most, "choices": choices, "used": used}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=type(default), metadata=facts)
+    return field(default=default, metadata=facts)
+
+
+def when(name: str, *values: str) -> Condition:
+    """The condition that a key has one of these values."""
+    return name, lambda value: value in values
+
+
+def unless(name: str, *values: str) -> Condition:
+    """The condition that a key has none of these values."""
+    return name, lambda value: value not in values
+
+
+def _takes(option: str) -> Condition:
+    return "model", lambda name: ":" not in name and option in models.options(name)
+
+
+_QUANTIZED = unless("method", "ref")
+_ANNEALED = unless("method", "ref", "bc", "pq")
+_TAUGHT = ("teacher", bool)
+
+
+@dataclass(frozen=True)
+class DataKeys:
+    """The images."""
+
+    name: str = key("digits", "data set")
+    augment: str = key("", "augmentation: crop-flip, shift, none ...; empty for the data set's own")
+
+
+@dataclass(frozen=True)
+class ModelKeys:
+    """The network."""
+
+    name: str = key("digitsnet", "network, or MODULE:FUNCTION for a custom one")
+    affine: bool = key(False, "batch norm with learnable parameters", used=(_takes("affine"),))
+    stem_stride: int = key(1, "stride of the first convolution", least=1, most=4096, used=(_takes("stem_stride"),))
+    width: int = key(32, "channels of the first convolution", least=1, most=4096, used=(_takes("width"),))
+
+
+@dataclass(frozen=True)
+class MethodKeys:
+    """How weights are quantized."""
+
+    name: str = key("md-tanh-s", "method")
+    levels: str = key("binary", "binary, ternary, or numbers like -1,0,1", used=(_QUANTIZED,))
+    skip: list[str] = key([], "what stays in float: patterns of parameters or modules", used=(_QUANTIZED,))  # noqa: RUF009
+
+
+@dataclass(frozen=True)
+class OptimizerKeys:
+    """The base optimizer, and its learning rate."""
+
+    name: str = key("adam", "base optimizer", choices=("adam", "adamw", "sgd"))
+    lr: float = key(0.001, "learning rate", least=1e-35, most=_LARGEST_LR)
+    momentum: float = key(0.9, "of SGD", least=0, most=1e35, used=(when("optimizer", "sgd"),))
+    nesterov: bool = key(False, "Nesterov's momentum", used=(when("optimizer", "sgd"),))
+    weight_decay: float = key(0.0, "weight decay; AdamW decouples it from the gradient", least=0, most=1e35)
+    lr_schedule: str = key("step", "learning rate over time", choices=("step", "cosine", "linear", "constant"))
+    lr_scale: float = key(
+        1.0,
+        "factor of the learning rate every lr_interval iterations",
+        least=1e-300,
+        most=1e300,
+        used=(when("lr_schedule", "step"),),
+    )
+    lr_interval: int = key(30000, "see lr_scale", least=1, used=(when("lr_schedule", "step"),))
+    lr_end: float = key(
+        0.0, "last learning rate", least=0, most=_LARGEST_LR, used=(when("lr_schedule", "cosine", "linear"),)
+    )
+    warmup: int = key(0, "iterations in which the learning rate rises to lr, before its schedule starts", least=0)
+
+
+@dataclass(frozen=True)
+class BetaKeys:
+    """How soft weights become hard: β, ProxQuant's λ, and the step that rounds for good."""
+
+    beta_schedule: str = key("geometric", "β over time", choices=("geometric", "cosine", "linear"), used=(_ANNEALED,))
+    beta_scale: float = key(
+        1.02,
+        "factor of β every beta_interval iterations",
+        least=1,
+        most=1e35,
+        used=(_ANNEALED, when("beta_schedule", "geometric")),
+    )
+    beta_interval: int = key(200, "see beta_scale", least=1, used=(_ANNEALED, when("beta_schedule", "geometric")))
+    beta_cap: float = key(1e35, "largest β", least=1, most=1e35, used=(_ANNEALED, when("beta_schedule", "geometric")))
+    beta_end: float = key(
+        1e4, "last β", least=1, most=1e35, used=(_ANNEALED, when("beta_schedule", "cosine", "linear"))
+    )
+    pq_rate: float = key(0.0001, "λ of ProxQuant per epoch", least=0, most=1e35, used=(when("method", "pq"),))
+    finalize_at: float = key(
+        1.0, "fraction of training after which weights are rounded for good", least=1e-9, most=1, used=(_QUANTIZED,)
+    )
+
+
+@dataclass(frozen=True)
+class ObjectiveKeys:
+    """The loss."""
+
+    label_smoothing: float = key(0.0, "share of the target spread over all classes", least=0, most=1)
+    logit_scale: float = key(1.0, "constant factor of the logits", least=1e-6, most=1e6)
+    teacher: str = key("", "folder of the run whose best network is imitated; empty for none")
+    temperature: float = key(4.0, "of both softmaxes in distillation", least=1e-3, most=1e3, used=(_TAUGHT,))
+    hard_share: float = key(0.1, "weight of the labels beside the teacher", least=0, most=1, used=(_TAUGHT,))
+
+
+@dataclass(frozen=True)
+class TrainingKeys:
+    """What is computed how often, and in which arithmetic; None is chosen for speed."""
+
+    iterations: int = key(100000, "training steps", least=1, most=1e15)
+    batch_size: int = key(128, "images per step", least=1)
+    eval_every: int = key(100, "iterations between validations of the rounded network", least=1)
+    recalibrate: int = key(0, "batches to recompute the final batch-norm statistics from; 0 keeps them", least=0)
+    seed: int = key(0, "of initial weights and batches", least=-(2**63), most=2**63 - 1)
+    precision: str = key(
+        "auto", "bfloat16 is autocast; auto is bfloat16 on CUDA", choices=("auto", "float32", "bfloat16")
+    )
+    channels_last: bool | None = key(None, "memory format; auto is channels_last where torch computes it right")
+    compile: bool | None = key(None, "torch.compile; auto is on CUDA only")
+    deterministic: bool = key(False, "torch's deterministic algorithms")
+
+
+@dataclass(frozen=True)
+class MachineKeys:
+    """Where it is computed; may change when a run is resumed."""
+
+    device: str = key("auto", "cpu, cuda or cuda:N; auto is CUDA if there is one")
+    data_root: str = key("data", "folder of the data sets")
+    threads: int = key(0, "on the CPU; 0 for torch's choice", least=0, most=1024)
+    engine: str = key(
+        "auto", "graph is one CUDA graph per step; auto is graph on CUDA", choices=("auto", "plain", "graph", "eager")
+    )
+
+
+@dataclass(frozen=True)
+class LoggingKeys:
+    """What is recorded how often; may change when a run is resumed."""
+
+    log_every: int = key(20, "iterations between records of the loss", least=1)
+    histogram_every: int = key(0, "iterations between histograms of the weights; 0 for none", least=0)
+    checkpoint_every: int = key(0, "iterations between checkpoints; 0 is once a minute", least=0)
+
+
+@dataclass(frozen=True)
+class OriginKeys:
+    """Where the configuration comes from; cannot be overridden."""
+
+    recipe: str = key("", "name of the recipe")
+    paper: float = key(0.0, "test accuracy in the paper's table, in percent")
+    note: str = key("", "how the recipe differs from the paper")
+    overrides: dict[str, Any] = key({}, "keys that were set beside the recipe")  # noqa: RUF009
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that a run depends on. The first part comes from a recipe; any key can be overridden.
+    """Everything that a run depends on; :meth:`from_recipe` makes one."""
 
-    ``augment``: crop-flip, shift, none ...; by default the data set's own. ``eval_every``: the rounded network is
-    validated at this cadence. ``checkpoint_every``: in iterations; 0 is once a minute. ``recalibrate``: training
-    batches from which the batch-norm statistics of the rounded network are recomputed before the final test; 0 keeps
-    those of the soft weights, as the paper does. ``precision``: float32, or bfloat16 autocast. ``engine``: graph is the
-    fast step of ``train/fast.py``, eager the plain one. What is auto (or None) is chosen for speed: on the CPU that is
-    channels_last alone. ``threads``: on the CPU, 0 for torch's own choice.
-    """
-
-    data: str = "digits"
-    model: str = "digitsnet"
-    method: str = "md-tanh-s"
-    levels: str = "binary"
-    optimizer: str = "adam"
-    lr: float = 0.001
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    lr_scale: float = 1.0
-    lr_interval: int = 30000
-    beta_scale: float = 1.02
-    beta_interval: int = 200
-    beta_cap: float = 1e35
-    pq_rate: float = 0.0001
-    finalize_at: float = 1.0
-    iterations: int = 100000
-    batch_size: int = 128
-    augment: str = ""
-    affine: bool = False
-    skip: list[str] = field(default_factory=list)
-    stem_stride: int = 1
-    width: int = 32
-    seed: int = 0
-    eval_every: int = 100
-    log_every: int = 20
-    histogram_every: int = 0
-    checkpoint_every: int = 0
-    recalibrate: int = 0
-    engine: str = "auto"
-    precision: str = "auto"
-    channels_last: bool | None = None
-    compile: bool | None = None
-    deterministic: bool = False
-    threads: int = 0
-    device: str = "auto"
-    data_root: str = "data"
-    recipe: str = ""
-    paper: float = 0.0
-    note: str = ""
-    overrides: dict[str, Any] = field(default_factory=dict)
+    data: DataKeys = field(default_factory=DataKeys)
+    model: ModelKeys = field(default_factory=ModelKeys)
+    method: MethodKeys = field(default_factory=MethodKeys)
+    optimizer: OptimizerKeys = field(default_factory=OptimizerKeys)
+    beta: BetaKeys = field(default_factory=BetaKeys)
+    objective: ObjectiveKeys = field(default_factory=ObjectiveKeys)
+    training: TrainingKeys = field(default_factory=TrainingKeys)
+    machine: MachineKeys = field(default_factory=MachineKeys)
+    logging: LoggingKeys = field(default_factory=LoggingKeys)
+    origin: OriginKeys = field(default_factory=OriginKeys)
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            if not _is(str(entry.type), getattr(self, entry.name)):
-                raise ConfigError(f"{entry.name} is {getattr(self, entry.name)!r:.60}, but it must be {entry.type}")
-        for names, least, most in _RANGES:
-            for name in names:
-                if not least <= getattr(self, name) <= most:
-                    limit = f"at least {least:g}" if getattr(self, name) < least else f"at most {most:g}"
-                    raise ConfigError(f"{name} is {getattr(self, name)}, but it must be {limit}")
-        for name in ("lr", "lr_scale"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}, but it must be positive and finite")
-        last = math.log(self.lr) + (self.iterations - 1) // self.lr_interval * math.log(self.lr_scale)
-        if max(math.log(self.lr), last) > math.log(_LARGEST_LR):
-            raise ConfigError(
-                f"lr is {self.lr} and lr_scale {self.lr_scale}, but in {self.iterations} iterations the learning rate "
-                f"must stay at most {_LARGEST_LR:g}"
-            )
-        choices = {"engine": ("auto", "eager", "graph"), "precision": ("auto", "float32", "bfloat16")}
-        for name, known in (("optimizer", ("adam", "sgd")), *choices.items()):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, but it must be one of {', '.join(known)}")
-        if not 0 < self.finalize_at <= 1:
-            raise ConfigError(f"finalize_at is {self.finalize_at}, but it is a fraction of training between 0 and 1")
+        for name, each in KEYS.items():
+            each.check(name, self[name])
+        if self["warmup"] >= self["iterations"]:
+            raise ConfigError(f"warmup is {self['warmup']}, but it must be below iterations, {self['iterations']}")
         try:
             self.build_method()
+            lr = self.build_lr()
+            largest = max(lr(self["warmup"]), lr(self["iterations"] - 1))
+        except OverflowError:
+            largest = float("inf")
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        if largest > _LARGEST_LR:
+            raise ConfigError(
+                f"lr is {self['lr']} and lr_scale {self['lr_scale']}, but in {self['iterations']} iterations the "
+                f"learning rate must stay at most {_LARGEST_LR:g}"
+            )
 
     @classmethod
     def from_recipe(cls, name: str, overrides: Sequence[str] = ()) -> Config:
@@ -139,120 +261,118 @@ class Config:
         ...
         mirrorquant.train.config.ConfigError: there is no key 'lrr'; did you mean 'lr'?
         """
-        changed = dict(_parse(text) for text in overrides)
-        try:
-            return cls(**{**recipes.get(name), "recipe": name, **changed, "overrides": changed})
-        except recipes.RecipeError as error:
-            raise ConfigError(str(error)) from error
+        from mirrorquant.train import recipes  # which checks its files against the keys
 
-    # What it describes.
+        changed = dict(_parse(text) for text in overrides)
+        return cls.from_flat({**recipes.get(name), "recipe": name, **changed, "overrides": changed})
+
+    @classmethod
+    def from_flat(cls, values: Mapping[str, Any]) -> Config:
+        """A configuration from values by key; the others have their defaults."""
+        sections: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
+        for name, value in values.items():
+            where = _known(name, KEYS)
+            sections[where.section][where.attribute] = value
+        return cls(**{name: _SECTIONS[name](**own) for name, own in sections.items()})
+
+    def flat(self) -> dict[str, Any]:
+        """All values by key."""
+        return {name: self[name] for name in KEYS}
+
+    def record(self) -> dict[str, Any]:
+        """The same with the version, for files; :func:`upgrade` reads it."""
+        return {"version": VERSION, **self.flat()}
+
+    def __getitem__(self, name: str) -> Any:
+        where = KEYS[name]
+        return getattr(getattr(self, where.section), where.attribute)
+
+    def replace(self, **changed: Any) -> Config:
+        """The same configuration with other values of some keys."""
+        return Config.from_flat({**self.flat(), **changed})
+
+    def moved(self, overrides: Sequence[str]) -> Config:
+        """The same run elsewhere: keys of the sections machine and logging may change, and no other.
+
+        >>> Config().moved(["lr=0.1"])
+        Traceback (most recent call last):
+        ...
+        mirrorquant.train.config.ConfigError: lr=0.1: a run that is resumed can change device, data_root, threads,
+        engine, log_every, histogram_every, checkpoint_every and no other key; start a new run for that
+        """
+        free = [name for name, each in KEYS.items() if each.section in ("machine", "logging")]
+        changed = dict(_parse(text) for text in overrides)
+        for name in changed:
+            if name not in free:
+                raise ConfigError(
+                    f"{name}={changed[name]}: a run that is resumed can change {', '.join(free)} and no other key; "
+                    "start a new run for that"
+                )
+        return self.replace(**changed, overrides={**self.origin.overrides, **changed})
+
+    @property
+    def identity(self) -> str:
+        """A digest of what is computed: all keys but those of the sections machine, logging and origin."""
+        experiment = (name for name, each in KEYS.items() if each.section not in ("machine", "logging", "origin"))
+        return _digest({name: self[name] for name in experiment})
+
+    def idle_overrides(self) -> dict[str, str]:
+        """The overrides that change nothing here, each with the reason."""
+        conditions = ((name, other, holds) for name in self.origin.overrides for other, holds in KEYS[name].used)
+        return {
+            name: f"{other} is {self[other] or 'not set'}"
+            for name, other, holds in conditions
+            if not holds(self[other])
+        }
+
+    # What it describes without any device: models, data and optimizers are made in build.py.
 
     def build_method(self) -> Method:
         """The method, for its levels."""
-        return methods.get(self.method, parse_levels(self.levels))
+        return methods.get(self.method.name, parse_levels(self.method.levels))
 
-    def build_model(self, classes: int, channels: int) -> nn.Module:
-        """The model with the paper's initialization, drawn from the seed; a user's own model as it comes."""
-        torch.manual_seed(self.seed)
-        if ":" in self.model:
-            return models.build(self.model, classes)
-        options: dict[str, Any] = {"affine": self.affine}
-        options |= {"stem_stride": self.stem_stride} if self.model == "resnet18" else {}
-        options |= {"channels": channels, "width": self.width} if self.model == "digitsnet" else {}
-        model = models.build(self.model, classes, **options)
-        models.initialize(model, torch.Generator().manual_seed(self.seed))
-        return model
+    def build_lr(self) -> Schedule:
+        """The learning rate as a function of the iteration."""
+        own = self.optimizer
+        schedule = schedules.build(
+            own.lr_schedule,
+            start=own.lr,
+            scale=own.lr_scale,
+            every=own.lr_interval,
+            end=own.lr_end,
+            steps=self.training.iterations - own.warmup,
+        )
+        return schedules.warmup(schedule, own.warmup) if own.warmup else schedule
 
-    def build_optimizer(self, model: nn.Module, batches_per_epoch: int) -> MirrorDescent:
-        """The base optimizer of the recipe, wrapped."""
-        learnt = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not learnt:
-            raise ConfigError(f"model {self.model} has no parameter that requires a gradient: nothing can be trained")
-        try:
-            # The paper quantizes everything in its networks; a custom model may own what must not be.
-            everything = ":" not in self.model
-            named: list[dict[str, Any]] = [{"params": learnt}]
-            groups = named if self.method == "ref" else split(model, skip=self.skip, everything=everything)
-        except ValueError as error:
-            which = f"skip is {','.join(self.skip)}" if self.skip else f"model {self.model}"
-            raise ConfigError(f"{which}: {error}") from error
-        base: torch.optim.Optimizer
-        if self.optimizer == "sgd":
-            base = torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
-        else:
-            base = torch.optim.Adam(groups, lr=self.lr, weight_decay=self.weight_decay)
-        schedule: schedules.Schedule = schedules.geometric(self.beta_scale, every=self.beta_interval, cap=self.beta_cap)
-        if self.method == "pq":
-            schedule = schedules.ramp(self.pq_rate, every=batches_per_epoch)
-        try:
-            with unwarned():  # the paper's ternary networks start at zero, by design; a run says how it ended
-                return MirrorDescent(base, method=self.build_method(), anneal=schedule)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+    def build_beta(self, batches_per_epoch: int) -> Schedule:
+        """β as a function of the iteration; λ for ProxQuant."""
+        own = self.beta
+        if self.method.name == "pq":
+            return schedules.ramp(own.pq_rate, every=batches_per_epoch)
+        return schedules.build(
+            own.beta_schedule,
+            start=1.0,
+            scale=own.beta_scale,
+            every=own.beta_interval,
+            cap=own.beta_cap,
+            end=own.beta_end,
+            steps=self.training.iterations,
+            log=True,
+        )
 
-    def idle_overrides(self) -> dict[str, str]:
-        """The overrides that change nothing here, each with what it is that does not use them."""
-        users = {
-            "momentum": ("optimizer", self.optimizer == "sgd"),
-            "pq_rate": ("method", self.method == "pq"),
-            "stem_stride": ("model", self.model == "resnet18"),
-            "width": ("model", self.model == "digitsnet"),
-            "affine": ("model", ":" not in self.model),
-            **dict.fromkeys(("levels", "skip", "finalize_at"), ("method", self.method != "ref")),
-            **dict.fromkeys(("beta_scale", "beta_interval", "beta_cap"), ("method", self.method not in _NO_BETA)),
-        }
-        idle = {key: by for key, (by, used) in users.items() if key in self.overrides and not used}
-        return {key: f"{by} is {getattr(self, by)}" for key, by in idle.items()}
-
-    def lr_at(self, step: int) -> float:
-        """The learning rate of iteration ``step``: scaled every ``lr_interval`` iterations."""
-        return self.lr * self.lr_scale ** (step // self.lr_interval)
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The device; auto is CUDA where there is one."""
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if not re.fullmatch(r"cpu|cuda|cuda:(0|[1-9]\d?)", self.device, re.ASCII):
-            raise ConfigError(f"device is {self.device!r}, but it must be auto, cpu, cuda or cuda:N")
-        device = torch.device(self.device)
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(f"device is {self.device!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
-        return device
-
-    @property
-    def fast(self) -> bool:
-        """Whether the fast step trains."""
-        return self.engine == "graph" or (self.engine == "auto" and self.torch_device.type == "cuda")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the network computes in: bfloat16 is autocast."""
-        half = self.torch_device.type == "cuda" if self.precision == "auto" else self.precision == "bfloat16"
-        return torch.bfloat16 if half else torch.float32
-
-    def wants(self, key: str) -> bool:
-        """Whether ``compile`` or ``channels_last`` is on; by default, the former on CUDA and the latter everywhere."""
-        value: bool | None = getattr(self, key)
-        return (key == "channels_last" or self.torch_device.type == "cuda") if value is None else value
-
-    # Files: the exact bytes are checked, since a changed digit would be another experiment.
-
-    def as_dict(self) -> dict[str, Any]:
-        """The flat dictionary of all keys."""
-        return dataclasses.asdict(self)
+    # Files, with a checksum: a changed digit would be another experiment.
 
     def text(self) -> str:
-        """The file's content: JSON with its own checksum."""
-        return _text(self.as_dict())
+        """The file's content: flat JSON with its version and its own checksum."""
+        content = self.record()
+        return json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n"
 
     @classmethod
     def load(cls, path: Path) -> Config:
         """A configuration from a run's ``config.json``; an altered file raises :class:`ConfigError`."""
         try:
             with _files.open_regular(path) as file:
-                content = file.read(_LONGEST)
-            text = content.decode("utf-8")
+                text = file.read(_LONGEST).decode("utf-8")
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}): is this the folder of a run?") from error
         except UnicodeDecodeError as error:
@@ -261,55 +381,84 @@ class Config:
 
     @classmethod
     def parse(cls, text: str, path: Path) -> Config:
-        """A configuration from the text of such a file, or of a checkpoint; ``path`` says where it was.
-
-        A key that the text lacks was added to the library later and gets its default, so the default of a new key must
-        be what earlier versions did.
-        """
+        """A configuration from the text of such a file, or of a checkpoint; ``path`` is for the messages."""
         try:
             content = json.loads(text)
-            del content["sha256"]
-            whole = _text(content) == text
+            whole = content.pop("sha256") == _digest(content)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{path} is damaged ({type(error).__name__}); {_REMEDY}") from error
         if not whole:
             raise ConfigError(f"{path} was altered: its checksum does not fit; {_REMEDY}")
-        unknown = sorted(set(content) - {entry.name for entry in fields(cls)})
-        if unknown:
-            raise ConfigError(
-                f"{path} has the key {unknown[0]!r:.60}, unknown to this version of mirrorquant: use the version that "
-                "wrote it"
-            )
-        method = content.get("method", cls.method)
+        newer = [name for name in content if name not in KEYS and name != "version"]
+        if newer or content.get("version", 1) not in range(1, VERSION + 1):
+            what = f"has the key {newer[0]!r:.60}" if newer else f"is of version {content['version']!r:.60}"
+            raise ConfigError(f"{path} {what}, unknown to this version of mirrorquant: use the version that wrote it")
+        content = upgrade(content)
+        method = content.get("method", MethodKeys.name)
         if isinstance(method, str) and method not in methods.list():
             raise ConfigError(
                 f"{path} names the method {method!r:.60}, which is not registered here. If it is a custom method, "
                 f"import the module that defines it first: {_IMPORT}"
             )
         try:
-            return cls(**content)
+            return cls.from_flat(content)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
         except (ValueError, TypeError, ArithmeticError) as error:
             raise ConfigError(f"{path} holds no configuration ({error})") from error
 
 
-def _text(content: dict[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**content, "sha256": digest}, indent=1) + "\n"
+class Key(NamedTuple):
+    """What is known about a key: where it is, and what it may be."""
+
+    section: str
+    attribute: str
+    type: str
+    default: Any
+    help: str
+    least: float
+    most: float
+    choices: tuple[str, ...]
+    used: tuple[Condition, ...]
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises :class:`ConfigError` for a value of another type, out of range, or not among the choices."""
+        if not _is(self.type, value):
+            raise ConfigError(f"{name} is {value!r:.60}, but it must be {self.type}")
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{name} is {value!r}, but it must be one of {', '.join(self.choices)}")
+        if self.type in ("int", "float") and not self.least <= value <= self.most:
+            limit = f"at least {self.least:g}" if value < self.least else f"at most {self.most:g}"
+            raise ConfigError(f"{name} is {value}, but it must be {limit}")
 
 
-def _is(kind: str, value: Any) -> bool:
-    """Whether a value is of the kind that a key is declared with; whole numbers are floats too."""
-    if kind == "list[str]":
-        return isinstance(value, list) and all(isinstance(part, str) for part in value)
-    if kind == "dict[str, Any]":  # of overrides
-        return isinstance(value, dict) and all(key in TYPES and _is(TYPES[key], part) for key, part in value.items())
-    if kind == "bool | None" and value is None:
-        return True
-    if kind.startswith("bool"):
-        return isinstance(value, bool)
-    return type(value) in {"int": (int,), "float": (int, float), "str": (str,)}[kind]
+def _keys() -> dict[str, Key]:
+    found: dict[str, Key] = {}
+    for section, keys in _SECTIONS.items():
+        for own in fields(keys):
+            name = section if own.name == "name" else own.name
+            assert name not in found, name
+            found[name] = Key(section, own.name, str(own.type), getattr(keys(), own.name), **own.metadata)
+    return found
+
+
+_SECTIONS: dict[str, Any] = {section.name: section.default_factory for section in fields(Config)}
+KEYS: dict[str, Key] = _keys()
+"""All keys by name, in the order of the sections."""
+
+_CHANGEABLE = {name: each for name, each in KEYS.items() if each.section != "origin"}
+
+
+def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat values of any version in the names of today, without their version.
+
+    >>> upgrade({"method": "md-tanh-s", "lr": 0.1})
+    {'method': 'md-tanh-s', 'lr': 0.1}
+    """
+    current = dict(values)
+    if current.pop("version", 1) == 1 and "pmf-exact" in methods.list():
+        current["method"] = _RENAMED.get(str(current.get("method", "")), current.get("method"))
+    return current
 
 
 def parse_levels(text: str) -> Levels:
@@ -329,26 +478,46 @@ def parse_levels(text: str) -> Levels:
         ) from error
 
 
-TYPES = {f.name: str(f.type) for f in fields(Config) if f.name not in ("recipe", "overrides", "paper", "note")}
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _is(kind: str, value: Any) -> bool:
+    """Whether a value is of the type that a key is declared with; whole numbers are floats too."""
+    if kind == "list[str]":
+        return isinstance(value, list) and all(isinstance(part, str) for part in value)
+    if kind == "dict[str, Any]":  # of overrides
+        return isinstance(value, dict) and all(
+            name in _CHANGEABLE and _is(KEYS[name].type, part) for name, part in value.items()
+        )
+    if kind == "bool | None" and value is None:
+        return True
+    if kind.startswith("bool"):
+        return isinstance(value, bool)
+    return type(value) in {"int": (int,), "float": (int, float), "str": (str,)}[kind]
+
+
+def _known(name: str, keys: Mapping[str, Key]) -> Key:
+    if name not in keys:
+        near = difflib.get_close_matches(name.lower(), keys, 1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else "'mirrorquant train --help' lists them"
+        raise ConfigError(f"there is no key {name!r}; {hint}")
+    return keys[name]
 
 
 def _parse(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
+    name, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"{text!r} is no override: write key=value, as in lr=0.01")
-    if key not in TYPES:
-        near = difflib.get_close_matches(key.lower(), TYPES, 1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else "'mirrorquant train --help' lists them"
-        raise ConfigError(f"there is no key {key!r}; {hint}")
-    kind = TYPES[key]
+    kind = _known(name, _CHANGEABLE).type
     try:
         if kind.startswith("bool"):
             known = {"true": True, "false": False, "1": True, "0": False}
-            return key, (known if kind == "bool" else {**known, "auto": None})[value.lower()]
+            return name, (known if kind == "bool" else {**known, "auto": None})[value.lower()]
         if kind == "list[str]":
-            return key, [part for part in value.split(",") if part]
-        return key, {"int": int, "float": float, "str": str}[kind](value)
+            return name, [part for part in value.split(",") if part]
+        return name, {"int": int, "float": float, "str": str}[kind](value)
     except (ValueError, KeyError):
         raise ConfigError(
-            f"{key}={value}: {value!r} is not {'true or false' if kind.startswith('bool') else kind}"
+            f"{name}={value}: {value!r} is not {'true or false' if kind.startswith('bool') else kind}"
         ) from None

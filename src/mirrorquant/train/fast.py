@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from mirrorquant import methods
+from mirrorquant._text import first_line
 from mirrorquant.data import Loader
 from mirrorquant.methods import REF, Method
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.train import beside, compiling
-from mirrorquant.train.report import first_line
 
 __all__ = ["FastStep", "Unsupported"]
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+from mirrorquant.errors import MirrorquantError
 from mirrorquant.packing.kernels import native
 
 __all__ = ["KernelsError", "active", "available", "describe", "force"]
@@ -16,7 +17,7 @@ _ALL = ("avx512", "avx2", "portable", "torch")
 _forced: list[str] = []
 
 
-class KernelsError(ValueError, RuntimeError):
+class KernelsError(MirrorquantError, ValueError, RuntimeError):
     """A path that does not exist, or that cannot run here; the message says which can."""
 
 

@@ -2,46 +2,11 @@
 
 A name says data set, model, levels and method as the tables do: ``cifar10/resnet18/binary/md-tanh-s``; the float
 network, REF, has no levels: ``cifar10/resnet18/ref``. PQ* and PMF* are ``pq-star`` and ``pmf-star``. The values are
-in one TOML file a data set, next to this module, laid out like the paper's hyperparameter tables.
+in one TOML file per data set, next to this module, laid out like the paper's hyperparameter tables.
 
-A recipe is a flat dictionary. Every one has
-
-=================  ===================================================================================================
-``data``           data set
-``model``          network, a name of :func:`mirrorquant.models.build`
-``method``         method; PQ* is ``pq`` with a ``skip``; PMF* is ``pmf-authors``, and PMF the same with a lower
-                   ``beta_cap``; MD-tanh and MD-softmax are ``md-tanh-primal`` and ``md-softmax-primal``
-``optimizer``      ``"adam"`` or ``"sgd"``
-``lr``             learning_rate
-``lr_scale``       what the learning rate is multiplied by every ``lr_interval`` iterations; 1.0: no decay
-``lr_interval``    see ``lr_scale``
-``weight_decay``   weight_decay
-``iterations``     K of the setup table
-``batch_size``     b of the setup table
-``affine``         whether batch norm has learnable parameters: only in REF
-``skip``           parameters kept in float: shell-style patterns of a parameter's name or of a module above it
-=================  ===================================================================================================
-
-and, only where it has a meaning,
-
-=================  ===================================================================================================
-``levels``         ``"binary"`` or ``"ternary"``; not in REF
-``momentum``       of SGD
-``beta_scale``     what beta is multiplied by every ``beta_interval`` iterations, in the methods that anneal
-``beta_interval``  beta_scale_interval, see ``beta_scale``
-``beta_cap``       the largest beta
-``pq_rate``        regularization rate of PQ, "beta_scale" in its columns
-``finalize_at``    fraction of training after which PQ rounds for good
-``stem_stride``    stride of the first convolution of ResNet-18
-``width``          channels of the first convolution of DigitsNet
-``augment``        where it is not the data set's own
-``threads``        on the CPU, where torch's own choice is slow
-``precision``      where bfloat16, the default on a GPU, does harm
-``paper``          test accuracy in the paper's table, in percent
-``eval_every``     iterations between validations; likewise ``log_every``, ``checkpoint_every`` and
-                   ``histogram_every``
-``note``           what is not as in the paper, or not printed there
-=================  ===================================================================================================
+A recipe is a flat dictionary of keys of :mod:`mirrorquant.train.config`, which has their types, defaults and help;
+those that are not in it have their defaults. A key stands only where it means something: ``levels`` is not in REF,
+``momentum`` only beside SGD.
 """
 
 import copy
@@ -56,42 +21,16 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from mirrorquant.train.config import KEYS, ConfigError
+
 __all__ = ["RecipeError", "get", "names"]
 
 _LEVELS = ("binary", "ternary")
 _TABLES = ("ref", *_LEVELS)
-_TYPES: dict[str, type] = {
-    "affine": bool,
-    "augment": str,
-    "batch_size": int,
-    "beta_cap": float,
-    "beta_interval": int,
-    "beta_scale": float,
-    "checkpoint_every": int,
-    "eval_every": int,
-    "finalize_at": float,
-    "histogram_every": int,
-    "iterations": int,
-    "log_every": int,
-    "lr": float,
-    "lr_interval": int,
-    "lr_scale": float,
-    "method": str,
-    "momentum": float,
-    "note": str,
-    "optimizer": str,
-    "paper": float,
-    "pq_rate": float,
-    "precision": str,
-    "skip": list,
-    "stem_stride": int,
-    "threads": int,
-    "weight_decay": float,
-    "width": int,
-}
+_NOT_IN_A_ROW = ("data", "model", "levels", "recipe", "overrides")
 
 
-class RecipeError(ValueError):
+class RecipeError(ConfigError):
     """A recipe that does not exist, or a TOML file that does not make sense."""
 
 
@@ -108,7 +47,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> dict[str, Any]:
-    """The recipe of that name, with every default filled in.
+    """The recipe of that name, without what has its default.
 
     Args:
         name: one of :func:`names`.
@@ -176,8 +115,7 @@ def _rows(table: dict[str, Any]) -> dict[tuple[str, ...], dict[str, Any]]:
 
 def _check(name: str, values: dict[str, Any]) -> None:
     for key, value in values.items():
-        if key not in _TYPES:
-            near = difflib.get_close_matches(key, _TYPES, n=1, cutoff=0.0)
-            raise RecipeError(f"{name}: unknown key {key!r}; did you mean {near[0]!r}? Keys are {', '.join(_TYPES)}")
-        if type(value) is not _TYPES[key]:
-            raise RecipeError(f"{name}: {key} = {value!r} is not {_TYPES[key].__name__}: write it as one")
+        if key not in KEYS or key in _NOT_IN_A_ROW:
+            near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)
+            raise RecipeError(f"{name}: unknown key {key!r}; did you mean {near[0]!r}? Keys are {', '.join(KEYS)}")
+        KEYS[key].check(f"{name}: {key}", value)

@@ -1,0 +1,150 @@
+"""Engines: what makes the training steps of a task. All of them train alike, batch for batch and formula for formula.
+
+``choose`` returns the fastest that works, or the one that was asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mirrorquant._text import first_line
+from mirrorquant.errors import MirrorquantError
+from mirrorquant.train import compiling
+from mirrorquant.train.task import Task
+
+__all__ = ["Engine", "EngineError", "PlainEngine", "choose"]
+
+
+class EngineError(MirrorquantError, RuntimeError):
+    """An engine cannot train a task; the message says why and what to do."""
+
+
+class Engine(Protocol):
+    """Trains a task. Between calls of ``step`` the model may lag behind; ``sync`` brings it up to date."""
+
+    name: str
+
+    @property
+    def losses(self) -> Tensor:
+        """A scalar on the device, to which each step adds its loss; whoever reads it sets it to zero."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing is left to compile or capture: from now on steps run at full speed."""
+
+    def step(self, k: int) -> None:
+        """Trains on batch k."""
+
+    def score(self) -> tuple[float, float]:
+        """Accuracy in percent and mean loss of the rounded network on the validation images."""
+
+    def sync(self) -> None:
+        """Brings model and optimizer to where the plain engine would have them."""
+
+
+class PlainEngine:
+    """The training step as one writes it in PyTorch."""
+
+    name = "plain"
+    ready = True
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.losses = task, torch.zeros((), device=task.device)
+        self.network: Callable[[Tensor], Tensor] = compiling.compiled(task.model) if task.compile else task.model
+
+    def step(self, k: int) -> None:
+        """Trains on batch k; a loss that is not finite raises FloatingPointError (on CUDA it would cost a wait)."""
+        task = self.task
+        for group in task.opt.param_groups:
+            group["lr"] = task.lr(k)
+        task.model.train()
+        task.opt.zero_grad()
+        loss = self._loss(k)
+        if task.device.type == "cpu" and not bool(torch.isfinite(loss)):
+            raise FloatingPointError
+        loss.backward()  # type: ignore[no-untyped-call]
+        try:
+            task.opt.step()
+        except ValueError as error:
+            raise EngineError(f"{error}. The last checkpoint is intact") from error
+        self.losses += loss.detach()
+
+    def _loss(self, k: int) -> Tensor:
+        task, batch = self.task, self.task.batch(k)
+        try:
+            with task.autocast():
+                return task.objective(self.network(batch.images), batch)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            size, classes = "x".join(map(str, task.data.shape)), len(task.data.classes)
+            raise EngineError(
+                f"{type(task.model).__name__} cannot train on {task.data.name}, {classes} classes of {size} in batches "
+                f"of {len(batch.labels)}: {first_line(error)}"
+            ) from error
+
+    def score(self) -> tuple[float, float]:
+        """Accuracy and loss of the rounded network on the validation images."""
+        with self.task.opt.quantized():
+            return self.task.evaluate(self.task.data.val)
+
+    def sync(self) -> None:
+        """Nothing to do: the model is always up to date."""
+
+
+class _Guarded:
+    """The graph engine; where its first step fails, the plain one takes over (with ``strict`` it is an error).
+
+    That step compiles whatever the model is made of, so that much can go wrong.
+    """
+
+    def __init__(self, task: Task, say: Callable[[str], None], *, strict: bool) -> None:
+        self.task, self.say, self.strict = task, say, strict
+        self.before: Any = copy.deepcopy((task.opt.state_dict(), task.model.state_dict()))
+        self.engine: Engine
+        try:
+            from mirrorquant.train.graph import GraphEngine  # here, since it imports the compiler, which takes seconds
+
+            self.engine = GraphEngine(task, say)
+        except Exception as error:
+            self._fall_back(error, torch.zeros((), device=task.device))
+
+    def step(self, k: int) -> None:
+        """Trains on batch k."""
+        if self.before is None:
+            return self.engine.step(k)
+        losses = self.losses.clone()
+        try:
+            self.engine.step(k)
+            self.before = None
+        except Exception as error:
+            self._fall_back(error, losses)
+            self.engine.step(k)
+
+    def _fall_back(self, error: Exception, losses: Tensor) -> None:
+        if self.strict:
+            raise EngineError(
+                f"engine=graph cannot train this ({first_line(error)}): use engine=auto or engine=plain"
+            ) from error
+        self.say(f"engine=graph cannot train this ({first_line(error)}): the plain engine does, slower")
+        self.task.opt.load_state_dict(self.before[0])
+        self.task.model.load_state_dict(self.before[1])
+        self.before, self.engine = None, PlainEngine(self.task)
+        self.losses.copy_(losses)
+
+    def __getattr__(self, name: str) -> Any:  # name, losses, ready, score, sync, and what tests look at
+        return getattr(self.engine, name)
+
+
+def choose(task: Task, engine: str, say: Callable[[str], None]) -> Engine:
+    """An engine by its name: plain (also called eager), graph, or auto: graph on CUDA if it works, else plain.
+
+    Raises:
+        EngineError: engine is graph, and it cannot train this.
+    """
+    if engine in ("plain", "eager") or (engine == "auto" and task.device.type != "cuda"):
+        return PlainEngine(task)
+    return _Guarded(task, say, strict=engine == "graph")

@@ -1,0 +1,56 @@
+"""Accuracy and loss of a network on images, and the bits of its parameters."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirrorquant.data import Data, Images, clean_batches
+from mirrorquant.methods import REF
+from mirrorquant.optimizer import MirrorDescent
+from mirrorquant.train.objective import Objective
+
+__all__ = ["BATCH", "accuracy", "count_parameters", "layers"]
+
+BATCH = 500
+
+
+@torch.no_grad()
+def accuracy(
+    model: nn.Module,
+    images: Images,
+    data: Data,
+    objective: Objective = Objective(),  # noqa: B008 (frozen)
+    context: torch.autocast | nullcontext[None] | None = None,
+) -> tuple[float, float]:
+    """Accuracy in percent and mean cross-entropy of a model on clean images; the model's mode is left as it was."""
+    mode, totals = model.training, torch.zeros(2, device=images.labels.device)
+    model.eval()
+    with context or nullcontext():
+        for x, y in clean_batches(images, BATCH, data.mean, data.std):
+            totals += objective.tally(model(x), y)
+    model.train(mode)
+    right, loss = totals.tolist()
+    return 100 * right / len(images), loss / len(images)
+
+
+def layers(opt: MirrorDescent) -> list[dict[str, Any]]:
+    """Name, shape, count and bits of each parameter, and whether a quantized one is off its levels now."""
+    rows = []
+    for group in opt.param_groups:
+        floating, levels = isinstance(group["method"], REF), group["method"].levels
+        bits = 32 if floating else (len(levels) - 1).bit_length()
+        for name, p in zip(group["param_names"], group["params"], strict=True):
+            off = not floating and not levels.holds(p.detach())
+            rows.append({"name": name, "shape": list(p.shape), "count": p.numel(), "bits": bits, "off_levels": off})
+    return rows
+
+
+def count_parameters(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many parameters there are, how many are quantized, and the mean number of bits per parameter."""
+    total = sum(row["count"] for row in rows)
+    bits = sum(row["count"] * row["bits"] for row in rows) / total
+    return {"total": total, "quantized": sum(row["count"] for row in rows if row["bits"] < 32), "bits": bits}

@@ -1,0 +1,67 @@
+"""The objective: a callable of logits and batch. The loss is written here and nowhere else.
+
+>>> batch = Batch(torch.zeros(2, 3, 8, 8), torch.tensor([0, 1]))
+>>> Objective(label_smoothing=0.1)(torch.eye(2), batch)
+tensor(0.3633)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Batch", "Objective"]
+
+
+class Batch(NamedTuple):
+    """Images N×C×H×W, and their labels: N classes, or N×classes probabilities where images were mixed."""
+
+    images: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Mean cross-entropy of ``logit_scale`` times the logits, with label smoothing; and distillation with a teacher.
+
+    With a teacher, the loss is ``hard_share`` of that plus ``1 - hard_share`` of the Kullback-Leibler divergence from
+    the teacher's probabilities, both softened by the temperature T, times T² (so that gradients do not shrink with T).
+
+    Args:
+        label_smoothing: the share of each target that is spread over all classes.
+        logit_scale: a constant factor of the logits.
+        teacher: a network in evaluation mode on the device of the images; no gradient reaches it.
+        temperature: T.
+        hard_share: the weight of the labels beside a teacher.
+    """
+
+    label_smoothing: float = 0.0
+    logit_scale: float = 1.0
+    teacher: Callable[[Tensor], Tensor] | None = None
+    temperature: float = 4.0
+    hard_share: float = 0.1
+
+    def __call__(self, logits: Tensor, batch: Batch) -> Tensor:
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        hard = F.cross_entropy(logits, batch.labels, label_smoothing=self.label_smoothing)
+        if self.teacher is None:
+            return hard
+        with torch.no_grad():
+            taught = F.log_softmax(self.teacher(batch.images) / self.temperature, 1)
+        learnt = F.log_softmax(logits / self.temperature, 1)
+        soft = F.kl_div(learnt, taught, reduction="batchmean", log_target=True) * self.temperature**2
+        return self.hard_share * hard + (1 - self.hard_share) * soft
+
+    def tally(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """How many are classified right, and the sum of their cross-entropies without smoothing: for validation."""
+        logits = logits.float()
+        loss = F.cross_entropy(
+            logits if self.logit_scale == 1.0 else logits * self.logit_scale, labels, reduction="sum"
+        )
+        return torch.stack([(logits.argmax(1) == labels).sum().to(loss.dtype), loss])

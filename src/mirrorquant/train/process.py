@@ -1,0 +1,88 @@
+"""What a run does to its process: torch's settings, signals, and the time that it takes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+
+from mirrorquant.train.config import Config
+
+__all__ = ["Clock", "Stop", "settings", "signals"]
+
+
+@contextmanager
+def settings(config: Config, device: torch.device) -> Iterator[None]:
+    """Sets threads, deterministic algorithms and cuDNN's choice of kernels, and restores them afterwards."""
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        if config.machine.threads:
+            torch.set_num_threads(config.machine.threads)
+        torch.use_deterministic_algorithms(deterministic or config.training.deterministic)
+        torch.backends.cudnn.benchmark = device.type == "cuda" and not config.training.deterministic
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)  # that of earlier runs of this process
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.backends.cudnn.benchmark = benchmark
+
+
+class Stop:
+    """The number of the signal that asked the run to stop; 0 while none did."""
+
+    number = 0
+
+
+@contextmanager
+def signals() -> Iterator[Stop]:
+    """Turns SIGINT and SIGTERM into a request to stop after the iteration; a second one interrupts at once."""
+    stop = Stop()
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if stop.number:
+            raise KeyboardInterrupt
+        stop.number = number
+
+    try:
+        old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: whoever runs the thread handles signals
+        old = {}
+    try:
+        yield stop
+    finally:
+        for number, previous in old.items():
+            signal.signal(number, previous)
+
+
+class Clock:
+    """Seconds of a run since its start, over all resumes, and those of them that did not go into training."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.aside = {"startup": 0.0, "validation": 0.0, "checkpoints": 0.0}
+        self.start(0.0)
+
+    def start(self, seconds: float) -> None:
+        """Goes on after so many seconds."""
+        self.began = time.monotonic() - seconds
+
+    @property
+    def seconds(self) -> float:
+        """All seconds so far."""
+        return time.monotonic() - self.began
+
+    @contextmanager
+    def apart(self, what: str) -> Iterator[None]:
+        """Counts the seconds of a block apart; training's work that is still under way on the device is left out."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        began = time.monotonic()
+        yield
+        self.aside[what] += time.monotonic() - began

@@ -1,0 +1,49 @@
+"""A task: everything that an engine needs in order to train."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mirrorquant.data import Data, Images, Loader
+from mirrorquant.optimizer import MirrorDescent
+from mirrorquant.schedules import Schedule
+from mirrorquant.train import evaluate
+from mirrorquant.train.objective import Batch, Objective
+
+__all__ = ["Task"]
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A model with its optimizer on a device, its batches, its objective and its learning rate by step.
+
+    ``dtype`` is the precision of the network: bfloat16 is autocast. ``compile`` and ``channels_last`` are for speed.
+    """
+
+    model: nn.Module
+    opt: MirrorDescent
+    loader: Loader
+    data: Data
+    objective: Objective
+    lr: Schedule
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = False
+    compile: bool = False
+
+    def batch(self, k: int) -> Batch:
+        """Training batch k, in the memory format of the model."""
+        images, labels = self.loader.batch(k)
+        return Batch(images.contiguous(memory_format=torch.channels_last) if self.channels_last else images, labels)
+
+    def autocast(self) -> torch.autocast | nullcontext[None]:
+        """The context in which the network computes."""
+        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
+
+    def evaluate(self, images: Images) -> tuple[float, float]:
+        """Accuracy in percent and mean loss of the model as it is."""
+        return evaluate.accuracy(self.model, images, self.data, self.objective, self.autocast())
