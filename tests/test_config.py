@@ -1,0 +1,181 @@
+"""Configurations: one place per key, versions, and what may change when a run is resumed."""
+
+import json
+from dataclasses import fields
+
+import pytest
+import torch
+from test_train import config, end_of, signalled
+
+from mirrorquant import schedules
+from mirrorquant.cli import main
+from mirrorquant.train import Config, ConfigError, Interrupted, Run, RunFolder, build
+from mirrorquant.train.config import KEYS, upgrade
+from mirrorquant.train.metrics import read_metrics
+
+
+def test_every_field_of_every_section_is_a_key_with_help_and_a_valid_default():
+    count = sum(len(fields(getattr(Config(), section.name))) for section in fields(Config))
+    assert len(KEYS) == count
+    for name, key in KEYS.items():
+        assert key.help
+        key.check(name, key.default)
+        assert Config()[name] == key.default
+
+
+def test_values_go_through_the_flat_form_and_the_file_unchanged(tmp_path):
+    setting = config("skip=fc", "compile=false", "lr=0.0123", "levels=-1,0,2")
+    assert Config.from_flat(setting.flat()) == setting
+    path = tmp_path / "config.json"
+    path.write_text(setting.text())
+    assert Config.load(path) == setting
+    path.write_text(json.dumps(json.loads(setting.text())))  # other whitespace is no other configuration
+    assert Config.load(path) == setting
+
+
+def test_the_identity_is_the_experiment_without_machine_logging_and_origin():
+    setting = config()
+    same = ["device=cpu", "data_root=x", "threads=2", "engine=plain", "log_every=7", "histogram_every=3"]
+    assert setting.moved([*same, "checkpoint_every=9"]).identity == setting.identity
+    changes = [
+        "data=cifar10",
+        "model=vgg16",
+        "method=bc",
+        "skip=fc",
+        "lr=0.5",
+        "warmup=1",
+        "beta_end=2",
+        "finalize_at=0.5",
+    ]
+    changes += ["label_smoothing=0.1", "teacher=x", "seed=9", "eval_every=9", "precision=bfloat16", "compile=true"]
+    assert len({setting.identity, *(config(change).identity for change in changes)}) == 1 + len(changes)
+    assert {KEYS[change.split("=")[0]].section for change in changes} | {"machine", "logging", "origin"} == {
+        section.name for section in fields(Config)
+    }
+
+
+def test_method_names_of_version_1_are_those_of_today():
+    old = {"method": "md-tanh-s", "lr": 0.1}
+    assert upgrade(old) == old
+    assert upgrade({**old, "version": 2, "method": "pmf"}) == {**old, "method": "pmf"}
+
+
+def test_precision_is_stored_as_it_was_chosen(tmp_path):
+    Run(config("iterations=2"), tmp_path / "run", quiet=True).train()
+    assert RunFolder(tmp_path / "run").config()["precision"] == ("bfloat16" if torch.cuda.is_available() else "float32")
+
+
+def test_a_resumed_run_may_move_and_log_otherwise_and_ends_the_same(tmp_path):
+    Run(config(), tmp_path / "whole", quiet=True).train()
+    with pytest.raises(Interrupted):
+        signalled(Run(config(), tmp_path / "cut", quiet=True), 16).train()
+    moved = ["device=cpu", f"data_root={tmp_path}", "log_every=4", "checkpoint_every=50", "engine=plain"]
+    summary = Run.resume(tmp_path / "cut", moved, quiet=True).train()
+    (whole, *_), (cut, *_) = end_of(tmp_path / "whole"), end_of(tmp_path / "cut")
+    tensors = [[leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()] for leaves in (whole, cut)]
+    assert len(tensors[0]) == len(tensors[1]) > 20
+    assert all(torch.equal(a, b) for a, b in zip(*tensors, strict=True))
+    assert summary["overrides"]["log_every"] == 4
+    assert RunFolder(tmp_path / "cut").config()["data_root"] == str(tmp_path)
+
+
+def test_the_first_mean_loss_after_another_log_every_counts_its_own_iterations(tmp_path):
+    Run(config("iterations=12", "log_every=1"), tmp_path / "each", quiet=True).train()
+    each = {r["step"]: r["loss"] for r in read_metrics(tmp_path / "each" / "metrics.jsonl") if r["kind"] == "train"}
+    with pytest.raises(Interrupted):
+        signalled(Run(config("iterations=12", "log_every=5"), tmp_path / "cut", quiet=True), 6).train()
+    rest = Run.resume(tmp_path / "cut", ["log_every=4"], quiet=True).train()
+    steps = dict(map(tuple, rest["loss_curve"]))
+    assert list(steps) == [5, 8, 12]
+    assert steps[8] == pytest.approx(sum(each[k] for k in (6, 7, 8)) / 3, abs=1e-4)
+
+
+@pytest.mark.parametrize("change", ["lr=0.1", "seed=2", "iterations=50", "method=bc", "teacher=x", "recipe=x", "lrr=1"])
+def test_a_resumed_run_may_change_nothing_else(tmp_path, change, capsys):
+    Run(config("iterations=2"), tmp_path / "run", quiet=True).train()
+    before = (tmp_path / "run" / "config.json").read_bytes()
+    with pytest.raises(ConfigError, match=change.partition("=")[0]):
+        Run.resume(tmp_path / "run", [change], quiet=True)
+    assert main(["train", "--resume", str(tmp_path / "run"), change]) == 1
+    assert change.partition("=")[0] in capsys.readouterr().err
+    assert (tmp_path / "run" / "config.json").read_bytes() == before
+
+
+def test_the_command_line_resumes_with_other_logging(tmp_path, capsys):
+    Run(config("iterations=2"), tmp_path / "run", quiet=True).train()
+    assert main(["train", "--resume", str(tmp_path / "run"), "log_every=3", "threads=1", "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["log_every"] == 3
+
+
+def test_files_of_a_run_open_with_torch_alone(tmp_path):
+    Run(config(), tmp_path / "run", quiet=True).train()
+    for name in ("checkpoint.pt", "checkpoint.pt.previous", "best.pt"):
+        state = torch.load(tmp_path / "run" / name, weights_only=True)
+        assert all(isinstance(tensor, torch.Tensor) for tensor in state["model"].values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["lr_schedule=cosine", "lr_end=0.001"], schedules.cosine(0.003, end=0.001, steps=40)),
+        (["lr_schedule=linear"], schedules.linear(0.003, end=0.0, steps=40)),
+        (["lr_schedule=constant"], schedules.constant(0.003)),
+        (["lr_schedule=cosine", "warmup=8"], schedules.warmup(schedules.cosine(0.003, end=0.0, steps=32), 8)),
+        (["lr_interval=10", "warmup=5"], schedules.warmup(schedules.step(0.003, scale=0.1, every=10), 5)),
+    ],
+)
+def test_the_learning_rate_follows_its_schedule(tmp_path, overrides, expected):
+    run, used = Run(config("width=4", *overrides), tmp_path / "run", quiet=True), []
+    run.task.opt.register_step_pre_hook(lambda opt, *_: used.append(opt.param_groups[0]["lr"]))
+    run.train()
+    assert used == [expected(k) for k in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cosine", schedules.cosine(1.0, end=100.0, steps=40, log=True)),
+        ("linear", schedules.linear(1.0, end=100.0, steps=40)),
+    ],
+)
+def test_beta_follows_its_schedule(tmp_path, name, expected):
+    settings = config("width=4", f"beta_schedule={name}", "beta_end=100", "log_every=1")
+    Run(settings, tmp_path / "run", quiet=True).train()
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["beta"] for row in rows if row["kind"] == "train"] == [expected(k) for k in range(1, 41)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "options"),
+    [
+        (["optimizer=adamw", "weight_decay=0.1"], torch.optim.AdamW, {"weight_decay": 0.1}),
+        (["optimizer=sgd", "nesterov=true"], torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    ],
+)
+def test_optimizers_are_built_as_configured_and_train(tmp_path, overrides, kind, options):
+    run = Run(config("width=4", "iterations=4", *overrides), tmp_path / "run", quiet=True)
+    assert type(run.task.opt.base) is kind
+    assert options.items() <= run.task.opt.base.param_groups[0].items()
+    run.train()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "idle"),
+    [
+        (["lr_schedule=cosine", "lr_scale=0.5"], {"lr_scale": "lr_schedule is cosine"}),
+        (["lr_end=0.5"], {"lr_end": "lr_schedule is step"}),
+        (["temperature=2"], {"temperature": "teacher is not set"}),
+        (["beta_end=2"], {"beta_end": "beta_schedule is geometric"}),
+        (["method=bc", "beta_schedule=cosine"], {"beta_schedule": "method is bc"}),
+        (["nesterov=true"], {"nesterov": "optimizer is adam"}),
+        (["optimizer=sgd", "momentum=0.5", "warmup=3", "logit_scale=2"], {}),
+    ],
+)
+def test_overrides_without_effect_are_found(overrides, idle):
+    assert config(*overrides).idle_overrides() == idle
+
+
+def test_a_nesterov_momentum_of_zero_is_an_error_of_the_configuration():
+    setting = config("optimizer=sgd", "nesterov=true", "momentum=0")
+    with pytest.raises(ConfigError, match="Nesterov"):
+        build.optimizer(setting, build.model(setting, 10, 1), 1)

@@ -1,0 +1,109 @@
+"""The objective against direct formulas, and as runs use it."""
+
+import pytest
+import torch
+from test_train import SHORT, assert_identical, config, signalled
+from torch import nn
+
+from mirrorquant.train import Config, ConfigError, Interrupted, Run, RunFolder
+from mirrorquant.train.objective import Batch, Objective
+
+
+@pytest.fixture
+def batch():
+    torch.manual_seed(0)
+    return Batch(torch.randn(6, 1, 2, 2, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 4, 0]))
+
+
+@pytest.fixture
+def logits(batch):
+    return torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+
+
+def log_softmax(x):
+    return x - x.exp().sum(1, keepdim=True).log()
+
+
+def cross_entropy(logits, labels):
+    return -log_softmax(logits)[range(6), labels].mean()
+
+
+def test_the_default_is_mean_cross_entropy(logits, batch):
+    torch.testing.assert_close(Objective()(logits, batch), cross_entropy(logits, batch.labels))
+
+
+def test_label_smoothing_spreads_a_share_of_the_target_over_all_classes(logits, batch):
+    expected = 0.7 * cross_entropy(logits, batch.labels) - 0.3 * log_softmax(logits).mean()
+    torch.testing.assert_close(Objective(label_smoothing=0.3)(logits, batch), expected)
+
+
+def test_the_logit_scale_is_a_factor_of_the_logits(logits, batch):
+    torch.testing.assert_close(Objective(logit_scale=0.25)(logits, batch), cross_entropy(logits / 4, batch.labels))
+
+
+def test_labels_may_be_probabilities_of_mixed_images(logits, batch):
+    first, second = (
+        torch.eye(5, dtype=torch.float64)[batch.labels],
+        torch.eye(5, dtype=torch.float64)[[1, 0, 2, 3, 1, 4]],
+    )
+    mixed = batch._replace(labels=0.8 * first + 0.2 * second)
+    expected = -(mixed.labels * log_softmax(logits)).sum(1).mean()
+    torch.testing.assert_close(Objective()(logits, mixed), expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_distillation_is_a_divergence_from_the_teacher_beside_the_labels(logits, batch, share):
+    teacher = nn.Sequential(nn.Flatten(), nn.Linear(4, 5).double())
+    objective = Objective(teacher=teacher, temperature=3.0, hard_share=share, logit_scale=2.0)
+    taught, learnt = log_softmax(teacher(batch.images) / 3), log_softmax(2 * logits / 3)
+    divergence = (taught.exp() * (taught - learnt)).sum(1).mean()
+    expected = share * cross_entropy(2 * logits, batch.labels) + (1 - share) * 9 * divergence
+    loss = objective(logits, batch)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert all(p.grad is None for p in teacher.parameters())
+    assert logits.grad.abs().sum() > 0
+
+
+def test_a_tally_counts_right_answers_and_sums_losses_without_smoothing(logits, batch):
+    right, loss = Objective(label_smoothing=0.3, logit_scale=0.5).tally(logits, batch.labels)
+    assert int(right) == int((logits.argmax(1) == batch.labels).sum())
+    torch.testing.assert_close(loss, 6 * cross_entropy(logits / 2, batch.labels).float())
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("teacher") / "run"
+    Run(config("width=4", recipe="digits/digitsnet/ref"), folder, quiet=True).train()
+    return folder
+
+
+def test_a_run_learns_from_the_best_network_of_another_and_resumes_bit_exactly(tmp_path, teacher):
+    settings = config("width=4", f"teacher={teacher}", "temperature=2", "hard_share=0.5")
+    run = Run(settings, tmp_path / "whole", quiet=True)
+    objective, images = run.task.objective, run.task.batch(0).images
+    with torch.no_grad():
+        torch.testing.assert_close(objective.teacher(images), RunFolder(teacher).best().model(images))
+    assert (objective.temperature, objective.hard_share, objective.teacher.training) == (2.0, 0.5, False)
+    taught = run.train()
+    alone = Run(config("width=4"), tmp_path / "alone", quiet=True).train()
+    assert taught["loss_curve"] != alone["loss_curve"]
+    with pytest.raises(Interrupted):
+        signalled(Run(settings, tmp_path / "cut", quiet=True), 17).train()
+    Run.resume(tmp_path / "cut", quiet=True).train()
+    assert_identical(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_teacher_of_other_classes_or_none_at_all_is_an_error(tmp_path, teacher):
+    other = Config.from_recipe("digits/digitsnet/ref", [*SHORT, "data=synthetic:1x8x8:7", f"teacher={teacher}"])
+    with pytest.raises(ConfigError, match=r"teacher .* has 10 classes, but there are 7"):
+        Run(other, tmp_path / "run", quiet=True)
+    with pytest.raises(ConfigError, match=r"nowhere/config\.json cannot be read"):
+        Run(config(f"teacher={tmp_path / 'nowhere'}"), tmp_path / "other", quiet=True)
+
+
+def test_smoothing_and_scale_of_a_configuration_reach_the_loss(tmp_path):
+    curves = []
+    for name, overrides in {"plain": [], "smooth": ["label_smoothing=0.2"], "scaled": ["logit_scale=0.1"]}.items():
+        curves.append(Run(config("width=4", *overrides), tmp_path / name, quiet=True).train()["loss_curve"])
+    assert len({str(curve[0]) for curve in curves}) == 3
