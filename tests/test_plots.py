@@ -45,7 +45,7 @@ def make_run(
 
 def with_summary(run, **bits):
     """The run with a summary that lists these bits per parameter."""
-    rows = [{"name": name, "bits": bit} for name, bit in bits.items()]
+    rows = [{"name": name, "bits": bit, "count": 1, "shape": [1]} for name, bit in bits.items()]
     (run / "summary.json").write_text(json.dumps({"layers": rows}))
     return run
 
@@ -323,7 +323,10 @@ def test_every_level_has_a_tick_and_the_outer_ones_their_labels(tmp_path, drawn)
     labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert list(ticks) == [float(level) for level in EIGHT.split(",")]
     assert labels == ["−1", "", "−0.5", "", "", "+0.5", "", "+1"]
-    assert figure.get_suptitle().replace("\n", " ") == "MD-tanh-S: how the weights move to 8 levels, −1 to +1"
+    assert (
+        figure.get_suptitle().replace("\n", " ").replace("\u00a0", " ")
+        == "MD-tanh-S: how the weights move to 8 levels, −1 to +1"
+    )
 
 
 def test_layers_with_long_names_are_told_apart(tmp_path, drawn):
@@ -382,7 +385,10 @@ def test_every_method_has_a_look_of_its_own():
 
 
 def test_runs_that_differ_in_nothing_are_told_apart_by_folder(tmp_path):
-    assert labels_of(*(make_run(tmp_path / name) for name in ("a", "b"))) == ["MD-tanh-S, a", "MD-tanh-S, b"]
+    assert labels_of(*(make_run(tmp_path / name) for name in ("a", "b"))) == [
+        "MD-tanh-S, folder a",
+        "MD-tanh-S, folder b",
+    ]
 
 
 def test_a_run_is_called_as_its_recipe(tmp_path):

@@ -152,19 +152,13 @@ def _labels(sets: Sequence[Sequence[RunRecord]]) -> list[str]:
     """The method of each set of runs, followed by whatever distinguishes it from the others of that method."""
     firsts = [runs[0] for runs in sets]
     names = [labels.method(run.name) for run in firsts]
-    distinctions = [[f"{key} {_short(run.config.get(key))}" for run in firsts] for key in _DISTINCTIONS]
-    for texts in [*distinctions, [run.path.name for run in firsts]]:
-        same = {name: {t for n, t in zip(names, texts, strict=True) if n == name} for name in names}
-        pairs = zip(names, texts, strict=True)
-        names = [f"{name}, {text}" if len(same[name]) > 1 else name for name, text in pairs]
+    for key in ("data", "model", "levels", "lr", "seed", "folder"):
+        values = [run.path.name if key == "folder" else run.config.get(key) for run in firsts]
+        texts = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+        pairs = list(zip(names, texts, strict=True))
+        apart = {name for name, text in pairs if any(name == n and text != t for n, t in pairs)}
+        names = [f"{name}, {key} {text}" if name in apart else name for name, text in pairs]
     return [_plain(name) for name in names]
-
-
-_DISTINCTIONS = ("data", "model", "levels", "lr", "seed")
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _looks(methods: Sequence[str]) -> list[tuple[str, Any]]:
@@ -370,7 +364,6 @@ def _weight_ticks(ax: Axes, levels: Sequence[float]) -> None:
 
     if not levels:
         ax.xaxis.set_major_locator(MaxNLocator(3))
-        ax.xaxis.set_major_formatter(lambda value, _: _signed(f"{value:g}"))
         return
     low, high = min(ax.get_xlim()[0], levels[0]), max(ax.get_xlim()[1], levels[-1])  # ticks widen the axis
     inches = [1.8 * (level - low) / (high - low) for level in levels]
@@ -439,7 +432,8 @@ def comparison(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
         raise PlotError("no quantized method to compare: give the rows of at least one beside the float reference")
     several = len({levels for _, levels in points}) > 1
     with _figure(out, 7.2, 1.2) as figure:
-        names = [_plain(labels.method(method)) + _in_brackets(levels) * several for method, levels in points]
+        texts = [f" ({_levels_text(levels)})" if several else "" for _, levels in points]
+        names = [_plain(labels.method(method)) + text for (method, _), text in zip(points, texts, strict=True)]
         names = [_wrapped(figure, name, 2.3, fontsize=9) for name in names]
         _grow(figure, len(points) * (0.16 + 0.16 * max(name.count("\n") + 1 for name in names)))
         ax = figure.subplots()
@@ -455,11 +449,6 @@ def comparison(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
             ax.text(mean, 1.02, f"float {spread(floats, count=True)}", fontsize=8.5, **above)
         _headline(figure, "Test accuracy of the rounded network, %")
     return out
-
-
-def _in_brackets(levels: Sequence[float]) -> str:
-    text = _levels_text(levels).replace(" ", "\u00a0")  # on one line
-    return f" ({text})"
 
 
 def _draw_points(ax: Axes, points: Mapping[tuple[str, tuple[float, ...]], Sequence[float]]) -> None:
@@ -588,16 +577,12 @@ def _evenly(items: Sequence[Any], most: int) -> list[Any]:
     return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
 
 
-def _signed(text: str) -> str:
-    """Minus signs instead of hyphens."""
-    return text.replace("-", "−")
-
-
 def _level_texts(levels: Sequence[float]) -> list[str]:
-    return [_signed(f"{level:+.3g}" if level else "0") for level in levels]
+    return [f"{level:+.3g}".replace("-", "−") if level else "0" for level in levels]
 
 
 def _levels_text(levels: Sequence[float]) -> str:
-    """A few levels as they are, of many their number and range."""
+    """A few levels as they are, of many their number and range; on one line."""
     texts = _level_texts(levels)
-    return ", ".join(texts) if len(texts) <= 4 else f"{len(texts)} levels, {texts[0]} to {texts[-1]}"
+    text = ", ".join(texts) if len(texts) <= 4 else f"{len(texts)} levels, {texts[0]} to {texts[-1]}"
+    return text.replace(" ", "\u00a0")

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,7 +20,7 @@ __all__ = ["RecordError", "RunRecord", "read_results"]
 
 _SAME_EXPERIMENT = {"seed", "data_root", "out", "device", "channels_last", "compile", "deterministic", "engine"}
 _SAME_EXPERIMENT |= {"threads", "checkpoint_every", "histogram_every", "log_every", "paper", "note"}
-_FIELDS = {"train": ("step", "loss", "beta"), "val": ("step", "accuracy"), "weights": ("step", "range", "layers")}
+_FIELDS = {"train": ("beta",), "val": (), "weights": ("range", "layers")}  # beside what read_metrics checks
 _LONGEST_NAME = 200  # of at most 255 bytes
 Lines = dict[int, dict[str, Any]]
 
@@ -35,8 +34,8 @@ class RunRecord:
     """A run, also one that has not ended; ``train``, ``val`` and ``weights`` are its metrics by step.
 
     >>> record = RunRecord.of({"recipe": "cifar10/vgg16/binary/pq-star", "config": {"method": "pq"}})
-    >>> record.name, record.finished
-    ('pq-star', True)
+    >>> record.name
+    'pq-star'
     """
 
     path: Path
@@ -80,11 +79,6 @@ class RunRecord:
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise RecordError(f"{path}: not the summary of a run ({type(error).__name__}: {error})") from error
         return cls(path, config, recipe or "", overrides, summary, train, val)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run has ended."""
-        return bool(self.summary)
 
     @property
     def levels(self) -> str | list[float] | None:
@@ -140,13 +134,12 @@ class RunRecord:
 
     def quantizes(self, layer: str) -> bool:
         """Whether a layer is quantized: according to the summary, or to the patterns to skip if there is none yet."""
-        if self.config["method"] == "ref":
-            return False
-        if isinstance(self.summary.get("layers"), list):
-            return {"name": layer, "bits": 32} not in [_only(row, "name", "bits") for row in self.summary["layers"]]
+        if self.summary.get("layers"):
+            return all(row["bits"] < 32 for row in self.layers() if row["name"] == layer)
         parts = layer.split(".")
         paths = [".".join(parts[:k]) for k in range(1, len(parts) + 1)]
-        return not any(fnmatchcase(path, str(p)) for p in self.config.get("skip") or () for path in paths)
+        skipped = any(fnmatchcase(path, str(p)) for p in self.config.get("skip") or () for path in paths)
+        return self.config["method"] != "ref" and not skipped
 
     def write_result(self, folder: Path) -> Path:
         """Writes the summary to a folder of results, without the location of this machine's data; returns the file."""
@@ -222,9 +215,7 @@ def _sound(key: str, value: Any) -> bool:
         return _numbers(value) and len(value) == 2 and bool(value[0] < value[1])
     if key == "layers":
         return isinstance(value, dict) and len(value) > 0 and all(map(_numbers, value.values()))
-    if key == "beta" and value is None:
-        return True
-    return isinstance(value, int if key == "step" else int | float)
+    return isinstance(value, int | float | None)
 
 
 def _numbers(value: Any) -> bool:
@@ -235,7 +226,3 @@ def _is_layer(row: Any) -> bool:
     if not isinstance(row, dict) or not isinstance(row.get("name"), str) or not isinstance(row.get("shape"), list):
         return False
     return all(type(size) is int and 0 <= size < 1 << 40 for size in (row.get("count"), row.get("bits"), *row["shape"]))
-
-
-def _only(row: Any, *keys: str) -> dict[str, Any]:
-    return {key: row.get(key) for key in keys} if isinstance(row, Mapping) else {}
