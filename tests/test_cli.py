@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 
-from mirrorquant import models, packing
+from mirrorquant import export, models, packing
 from mirrorquant.cli import main
 from mirrorquant.packing import kernels
 from mirrorquant.train import recipes
@@ -307,7 +307,7 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
     assert main(["pack", str(run_folder), "-o", str(whole)]) == 0
     assert main(["pack", str(run_folder), "-o", str(broken)]) == 0
     broken.write_bytes(broken.read_bytes()[:-1])
-    packing.export(packing.load(whole), tmp_path / "silent.onnx", (1, 8, 8), about={})
+    export(packing.load(whole), tmp_path / "silent.onnx", (1, 8, 8), about={})
     capsys.readouterr()
     for arguments, message in (
         (["pack", str(tmp_path / "ref")], "is a float network, and only quantized ones can be packed or exported"),

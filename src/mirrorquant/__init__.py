@@ -8,12 +8,13 @@ one bit a weight.
 from mirrorquant import methods, mirrors, models, nn, schedules, theory
 from mirrorquant._version import __version__
 from mirrorquant.calibration import recalibrate
+from mirrorquant.export import export
 from mirrorquant.health import HealthWarning, health
 from mirrorquant.levels import BINARY, TERNARY, Levels
 from mirrorquant.methods import Method
 from mirrorquant.mirrors import Mirror, mirror_from
 from mirrorquant.optimizer import MirrorDescent
-from mirrorquant.packing import PackedModel, PackError, export, load, pack, save, unpack
+from mirrorquant.packing import PackedModel, PackError, load, pack, save, unpack
 from mirrorquant.select import split
 
 __all__ = [

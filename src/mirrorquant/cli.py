@@ -38,6 +38,8 @@ from mirrorquant.data import Data, DataError, load
 from mirrorquant.data import get as get_data
 from mirrorquant.data import names as data_names
 from mirrorquant.errors import MirrorquantError
+from mirrorquant.export import FORMATS
+from mirrorquant.export import export as export_model
 from mirrorquant.health import health
 from mirrorquant.packing import PackError, kernels
 from mirrorquant.report import RunRecord, labels, plots, read_results
@@ -297,11 +299,11 @@ def _runnable(path: Path, builder: str | None) -> tuple[nn.Module, dict[str, Any
         packed = _network(path, builder)
         return packed.model, packed.about, f"run packed: {kernels.describe()}"
     if path.suffix == ".onnx":
-        from mirrorquant.packing.to_onnx import OnnxModel
+        from mirrorquant.export.onnx import OnnxModel
 
         onnx = OnnxModel(path)
         return onnx, onnx.about, "run by ONNX Runtime"
-    from mirrorquant.packing.to_openvino import OpenVinoModel
+    from mirrorquant.export.openvino import OpenVinoModel
 
     openvino = OpenVinoModel(path)
     return openvino, openvino.about, "run by OpenVINO in float32"
@@ -356,7 +358,7 @@ def export(options: argparse.Namespace) -> None:
     if not isinstance(shape, list) or not all(_whole(size, 0) for size in shape):
         raise PackError(f"{options.what} does not say what it takes: pass --shape, as in --shape 3x32x32")
     path = _output(options.out, network.folder / (network.name + {"onnx": ".onnx", "openvino": ".xml"}[options.to]))
-    packing.export(network.model, path, shape, to=options.to, about=network.about)
+    export_model(network.model, path, shape, to=options.to, about=network.about)
     for file in _files_of(path):
         print(f"wrote {file}: {file.stat().st_size:,} bytes")
     told, runtime = str(network.about.get("data", "NAME")), {"onnx": "ONNX Runtime", "openvino": "OpenVINO"}[options.to]
@@ -632,7 +634,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sub.add_argument("--json", action="store_true", help="print JSON")
     sub = command("export", export, "for other runtimes, at one bit a weight", "mirrorquant export runs/NAME --to onnx")
     sub.add_argument("what", type=Path, metavar="RUN-OR-FILE", help="a run, or a packed file")
-    sub.add_argument("--to", required=True, choices=packing.FORMATS)
+    sub.add_argument("--to", required=True, choices=FORMATS)
     sub.add_argument("-o", "--out", type=Path, metavar="FILE", help="default: beside the source")
     sub.add_argument("--shape", type=_shape, help="of one input, as in 3x32x32; default: what the source says")
     sub.add_argument(

@@ -1,7 +1,7 @@
 """Packed models: weights of a few levels at their true size, in memory, on disk and at run time.
 
 ``pack`` makes a finalized model run on the bits of its weights and ``unpack`` takes that back; ``save`` and ``load``
-keep it at one bit a weight; ``export`` writes it for ONNX Runtime and OpenVINO. ``kernels`` is what runs it.
+keep it at one bit per weight. ``kernels`` runs it.
 
 >>> import tempfile, torch, mirrorquant as mq
 >>> model = mq.models.digitsnet(affine=True)
@@ -19,20 +19,17 @@ True
 
 from mirrorquant.packing import kernels
 from mirrorquant.packing.bits import PackedTensor, PackError
-from mirrorquant.packing.export import FORMATS, export
 from mirrorquant.packing.file import Contents, load, read, save
 from mirrorquant.packing.layers import PackedConv2d, PackedLinear
 from mirrorquant.packing.model import PackedModel, pack, unpack
 
 __all__ = [
-    "FORMATS",
     "Contents",
     "PackError",
     "PackedConv2d",
     "PackedLinear",
     "PackedModel",
     "PackedTensor",
-    "export",
     "kernels",
     "load",
     "pack",

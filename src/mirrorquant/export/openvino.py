@@ -1,0 +1,232 @@
+"""OpenVINO IR, made from ONNX: weights on levels are u1 constants, and convolutions of signs compute on bits."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mirrorquant import _files
+from mirrorquant.levels import BINARY
+from mirrorquant.packing.bits import PackedTensor, PackError, layout, unpack_bits
+from mirrorquant.packing.file import read_about
+
+try:
+    import numpy as np
+    import openvino as ov
+    from openvino import opset1
+    from openvino import opset14 as ops
+except ImportError as error:
+    raise PackError("OpenVINO files need the package openvino: pip install 'mirrorquant[openvino]'") from error
+
+__all__ = ["OpenVinoModel", "convert"]
+
+_FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32"}  # the default is bfloat16 on processors that have it
+
+
+def convert(onnx: bytes, packed: Mapping[str, PackedTensor], about: str) -> OpenVinoModel:
+    """An ONNX model in OpenVINO, in which these tensors are stored as bits."""
+    made = OpenVinoModel(ov.Core().read_model(model=onnx))
+    model, kept, one_image = made.model, made.kept, False
+    model.set_rt_info(about, ["mirrorquant", "about"])
+    for pool in [op for op in model.get_ops() if op.get_type_name() in ("MaxPool", "AvgPool")]:
+        _round_as_torch(pool)
+    outputs = {name: output for op in model.get_ops() for output in op.outputs() for name in output.get_names()}
+    for output, entry in [(outputs[name], entry) for name, entry in packed.items() if name in outputs]:
+        for layer in [user.get_node() for user in output.get_target_inputs()]:
+            if layer.get_type_name() == "Convolution" and _takes_signs(layer, entry):
+                signs = _sign_conv(layer.input_value(0), entry, layer.get_attributes(), kept)
+                _replace(layer.output(0), _scaled(signs, entry, 1))
+                one_image = True
+        _replace(output, _decoded(entry, kept))
+    if one_image:  # BinaryConvolution needs the size of the batch
+        made.reshape(1)
+    return made
+
+
+def _round_as_torch(pool: Any) -> None:
+    """Pools with ``ceil_mode`` drop windows that begin in the padding at the end."""
+    at = pool.get_attributes()
+    if at["rounding_type"] == "ceil":
+        window = at["strides"], at["pads_begin"], at["pads_end"], at["kernel"]
+        strides, begin, end, kernel = map(list, window)
+        x = pool.input_value(0)
+        if pool.get_type_name() == "MaxPool":
+            new = ops.max_pool(x, strides, list(at["dilations"]), begin, end, kernel, "ceil_torch")
+        else:
+            new = ops.avg_pool(x, strides, begin, end, kernel, at["exclude-pad"], "ceil_torch")
+        _replace(pool.output(0), new)
+
+
+def _replace(output: Any, node: Any) -> None:
+    for user in output.get_target_inputs():
+        user.replace_source_output(node.output(0))
+
+
+def _decoded(entry: PackedTensor, kept: list[Any]) -> Any:
+    """The number of the level from its bits, and the level of that number."""
+    row = layout(entry.shape)[1]
+    parts = []
+    for place, plane in enumerate(entry.planes):
+        bits = _u1(unpack_bits(plane[None], row), entry.shape, "big", kept)
+        parts.append(ops.multiply(ops.convert(bits, "i32"), ops.constant(np.int32(1 << place))))
+    number = parts[0]
+    for part in parts[1:]:
+        number = ops.add(number, part)
+    levels = ops.constant(np.array(entry.levels, dtype=np.float32))
+    return _scaled(ops.gather(levels, number, ops.constant(np.int64(0))), entry, 0)
+
+
+def _scaled(value: Any, entry: PackedTensor, axis: int) -> Any:
+    """The value times the scale of each row, along an axis."""
+    if entry.scale is None:
+        return value
+    shape = [1] * axis + [-1] + [1] * (len(entry.shape) - 1 - axis)
+    return ops.multiply(value, ops.constant(entry.scale.reshape(shape).numpy()))
+
+
+def _u1(bits: Tensor, shape: Sequence[int], order: Any, kept: list[Any]) -> Any:
+    """A constant of single bits, which reads the array that is kept.
+
+    Convert reads the highest bit of a byte first, BinaryConvolution the lowest.
+    """
+    kept.append(np.packbits(bits.reshape(-1).numpy(), bitorder=order))
+    return ov.op.Constant(ov.Tensor(kept[-1], ov.Shape(list(shape)), ov.Type.u1))
+
+
+# Convolutions of signs.
+
+
+def _takes_signs(layer: Any, weight: PackedTensor) -> bool:
+    """Whether a convolution can be a BinaryConvolution: it follows a sign, and the CPU plugin computes it correctly.
+
+    The plugin was seen to fail with numbers of channels that are not multiples of eight and with uneven padding.
+    """
+    attributes, sign = layer.get_attributes(), layer.input_value(0).get_node()
+    if sign.get_type_name() != "Select" or [_number(sign.input_value(place)) for place in (1, 2)] != [1.0, -1.0]:
+        return False
+    test = sign.input_value(0).get_node()
+    if test.get_type_name() != "GreaterEqual" or _number(test.input_value(1)) != 0:
+        return False
+    even = attributes["pads_begin"] == attributes["pads_end"] and len(weight.shape) == 4
+    return even and weight.levels == BINARY and weight.shape[1] % 8 == 0 and _is_right(weight, attributes)
+
+
+def _number(output: Any) -> float | None:
+    """The number that a constant holds in all places."""
+    node = output.get_node()
+    while node.get_type_name() in ("Broadcast", "Convert", "ConvertLike"):
+        node = node.input_value(0).get_node()
+    return float(node.get_data().item()) if node.get_type_name() == "Constant" and node.get_data().size == 1 else None
+
+
+def _sign_conv(x: Any, weight: PackedTensor, attributes: Mapping[str, Any], kept: list[Any]) -> Any:
+    """A BinaryConvolution of signs."""
+    filters = _u1(weight.codes(), weight.shape, "little", kept)
+    zero, one = (ops.constant(np.full((1, 1, 1, 1), value, dtype=np.float32)) for value in (0, 1))
+    bits = ops.fake_quantize(x, zero, zero, zero, one, 2)
+    window = [list(attributes[name]) for name in ("strides", "pads_begin", "pads_end", "dilations")]
+    return opset1.binary_convolution(bits, filters, *window, "xnor-popcount", 0.0)
+
+
+def _is_right(weight: PackedTensor, attributes: Mapping[str, Any]) -> bool:
+    """Whether the CPU plugin computes such a layer correctly, on random signs: all sums are integers."""
+    strides, dilations, padding = (tuple(attributes[name]) for name in ("strides", "dilations", "pads_begin"))
+    sizes = [d * (k - 1) + 3 * s for k, s, d in zip(weight.shape[2:], strides, dilations, strict=True)]
+    generator = torch.Generator().manual_seed(0)
+    x = 2.0 * torch.randint(0, 2, (1, weight.shape[1], *sizes), generator=generator) - 1
+    parameter, kept = ops.parameter(list(x.shape), np.float32), []  # type: tuple[Any, list[Any]]
+    node = _sign_conv(parameter, weight, attributes, kept)
+    try:
+        compiled = ov.Core().compile_model(ov.Model([ops.result(node)], [parameter], "layer"), "CPU", _FLOAT32)
+        found = torch.from_numpy(np.array(compiled(x.float().numpy())[0]))
+    except RuntimeError:
+        return False
+    signs = 2 * weight.codes().double() - 1
+    return torch.equal(found.double(), F.conv2d(x.double(), signs, None, strides, padding, dilations))
+
+
+class OpenVinoModel(nn.Module):
+    """OpenVINO IR as a model that takes and returns tensors; the CPU plugin runs it in float32.
+
+    ``about`` is the metadata that it was exported with. A model for one image at a time is reshaped to each batch.
+    """
+
+    runtime = "OpenVINO"
+
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.core, self.kept, self.model = ov.Core(), [], source  # type: Any, list[Any], Any
+        if isinstance(source, Path):
+            try:
+                for file in filter(Path.exists, (source, source.with_suffix(".bin"))):
+                    _files.open_regular(file).close()  # opening a FIFO would block
+                self.model = self.core.read_model(str(source))
+            except Exception as error:
+                raise PackError(f"{source} cannot be read by OpenVINO ({_reason(error)})") from error
+        if len(self.model.inputs) != 1:
+            raise PackError(f"{source} takes {len(self.model.inputs)} inputs, expected one, a batch of images")
+        place = ["mirrorquant", "about"]
+        self.about = read_about(str(self.model.get_rt_info(place).value)) if self.model.has_rt_info(place) else {}
+        self.compiled: dict[int, Any] = {}
+
+    def reshape(self, batch: int) -> None:
+        """Fixes the size of the batch."""
+        self.model.reshape([batch, *list(self.model.input(0).get_partial_shape())[1:]])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The first output, for a batch."""
+        fixed = not self.model.is_dynamic()
+        batch = len(x) if fixed else 0
+        if batch not in self.compiled:
+            if fixed:
+                self.reshape(batch)
+            self.compiled[batch] = self.core.compile_model(self.model, "CPU", _FLOAT32)
+        return torch.from_numpy(np.array(self.compiled[batch](x.cpu().contiguous().numpy())[0]))
+
+    def save(self, path: Path) -> None:
+        """Writes ``*.xml`` and ``*.bin``; if that fails, an older pair is still there."""
+        if not self.model.is_dynamic():
+            self.reshape(1)
+        try:
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.", suffix=".writing") as folder:
+                new = Path(folder) / "new.xml"
+                ov.save_model(self.model, str(new), compress_to_fp16=False)
+                self.core.read_model(str(new))  # fails if not everything could be written
+                _replace_pair(new, path, Path(folder) / "old.xml")
+        except (OSError, RuntimeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else _reason(error)
+            raise PackError(f"{path} could not be written ({reason}); what was there before is intact") from error
+
+
+def _replace_pair(new: Path, path: Path, aside: Path) -> None:
+    """Moves ``*.xml`` and ``*.bin`` into place; if that fails, the old pair is put back.
+
+    The old description goes first and the new one comes last: whenever the process ends, no description stands beside
+    the weights of another network.
+    """
+    for file in (new, new.with_suffix(".bin")):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+    done: list[tuple[Path, Path]] = []
+    steps = [(path, aside), (path.with_suffix(".bin"), aside.with_suffix(".bin"))]
+    steps = [step for step in steps if step[0].exists()]
+    try:
+        for source, target in [*steps, (new.with_suffix(".bin"), path.with_suffix(".bin")), (new, path)]:
+            source.rename(target)
+            done.append((source, target))
+    except OSError:
+        for source, target in reversed(done):
+            target.rename(source)
+        raise
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
