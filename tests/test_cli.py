@@ -275,8 +275,11 @@ def test_a_result_with_long_overrides_gets_a_name_that_a_file_can_have(tmp_path)
     ("arguments", "message"),
     [
         (["compare", "--seeds", "two"], "two is not a whole number, 1 or more"),
-        (["export", "run", "--to", "onnx", "--shape", "3,32,32"], "3,32,32 is not sizes from 1 on with x between them"),
-        (["export", "run", "--to", "onnx", "--shape", "0x8x8"], "0x8x8 is not sizes from 1 on with x between them"),
+        (
+            ["export", "run", "--to", "onnx", "--shape", "3,32,32"],
+            "invalid shape 3,32,32; use positive sizes",
+        ),
+        (["export", "run", "--to", "onnx", "--shape", "0x8x8"], "invalid shape 0x8x8; use positive sizes"),
     ],
 )
 def test_a_wrong_number_is_told_with_what_it_should_be(arguments, message, capsys):
@@ -299,6 +302,8 @@ def test_the_value_of_an_option_is_no_override(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["overrides"]["lr"] == 0.1
     assert (tmp_path / "lr=0.1" / "summary.json").exists()
     assert main(["train", "--resume", "lr=0.1", "--quiet"]) == 0
+    assert main(["train", "--out", "lr=0.1", "--resume", "--quiet"]) == 0  # as compare has it
+    assert main(["train", "--resume", "--quiet"]) == 1
 
 
 def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys):

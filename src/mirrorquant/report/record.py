@@ -14,12 +14,13 @@ from typing import Any
 from mirrorquant import _files, schedules
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.train import recipes
+from mirrorquant.train.config import KEYS
 from mirrorquant.train.metrics import MetricsError, read_metrics
 
 __all__ = ["RecordError", "RunRecord", "read_results"]
 
-_SAME_EXPERIMENT = {"seed", "data_root", "out", "device", "channels_last", "compile", "deterministic", "engine"}
-_SAME_EXPERIMENT |= {"threads", "checkpoint_every", "histogram_every", "log_every", "paper", "note"}
+_SAME_EXPERIMENT = {key for key, facts in KEYS.items() if facts.section in ("machine", "logging", "origin")}
+_SAME_EXPERIMENT |= {"seed", "channels_last", "compile", "deterministic", "out", "sha256"}
 _FIELDS = {"train": ("beta",), "val": (), "weights": ("range", "layers")}  # beside what read_metrics checks
 _LONGEST_NAME = 200  # of at most 255 bytes
 Lines = dict[int, dict[str, Any]]
@@ -70,8 +71,7 @@ class RunRecord:
         try:
             config, recipe, overrides = summary["config"], summary["recipe"], summary.get("overrides", {})
             _check(path, config, recipe, overrides)
-            scale, every, cap = (config.get(f"beta_{key}", 1) for key in ("scale", "interval", "cap"))
-            beta = schedules.geometric(scale, every=every, cap=cap)
+            beta = _beta({key: config.get(key, facts.default) for key, facts in KEYS.items()})
             train = {int(k): {"loss": float(v), "beta": beta(k)} for k, v in summary.get("loss_curve", ())}
             val = {int(k): {"accuracy": float(v)} for k, v in summary.get("curve", ())}
         except RecordError:
@@ -178,6 +178,12 @@ def _parsed(file: Path) -> Any:
         raise RecordError(f"{file}: no such file; is {file.parent} a run folder?") from error
     except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{file}: not readable as JSON ({error}); fix or remove it") from error
+
+
+def _beta(config: dict[str, Any]) -> schedules.Schedule:
+    terms = {"scale": config["beta_scale"], "every": config["beta_interval"], "cap": config["beta_cap"]}
+    end = {"end": config["beta_end"], "steps": config["iterations"], "log": True}
+    return schedules.build(config["beta_schedule"], start=1.0, **terms, **end)
 
 
 def _check(file: Path, config: Any, recipe: Any, overrides: Any) -> None:

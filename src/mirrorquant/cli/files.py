@@ -1,0 +1,289 @@
+"""The commands about networks: evaluate, summarize, pack and export them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mirrorquant import data, models, packing
+from mirrorquant._text import first_line, printable
+from mirrorquant.cli.train import TRUSTED
+from mirrorquant.export import FORMATS
+from mirrorquant.export import export as export_model
+from mirrorquant.health import health
+from mirrorquant.packing import PackError, kernels
+from mirrorquant.report import RunRecord, labels
+from mirrorquant.train import Best, Config, ConfigError, build
+from mirrorquant.train.config import MachineKeys
+from mirrorquant.train.evaluate import accuracy, layers
+from mirrorquant.train.run_folder import BEST
+
+PACKED = ".safetensors"
+_ENDINGS = {"onnx": ".onnx", "openvino": ".xml"}
+_RUNTIMES = {"onnx": "ONNX Runtime", "openvino": "OpenVINO"}
+
+
+def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Adds them to the parser."""
+    own: dict[str, Any] = {"metavar": "MODULE:FUNCTION", "help": "for a packed file: builds the model, if it is custom"}
+    sub = command("eval", evaluate, "the best rounded network of a run", "runs/NAME --split val")
+    text = f"a run, or a *{PACKED}, *.onnx or *.xml file; {TRUSTED}"
+    sub.add_argument("what", type=_run, metavar="RUN-OR-FILE", help=text)
+    sub.add_argument("--split", default="test", choices=["train", "val", "test"])
+    text = "for a file: the data set, downloaded if missing; default: the one that the file names, if present"
+    sub.add_argument("--data", help=text)
+    sub.add_argument("--data-root", help="for a file: where data sets are; default: data/")
+    sub.add_argument("--model", **own)
+    sub = command("summary", summary, "bits and bytes, layer by layer", "cifar10/vgg16/ref")
+    sub.add_argument("what", type=_run, metavar="RUN-OR-RECIPE-OR-FILE")
+    sub = command("pack", pack, "a run's network at one bit per weight", "runs/NAME -o net.safetensors")
+    sub.add_argument("what", type=Path, metavar="RUN", help=f"the run's folder, or its {BEST[0]}; {TRUSTED}")
+    sub.add_argument("-o", "--out", type=Path, metavar="FILE", help=f"default: RUN/packed{PACKED}")
+    sub = command("export", export, "for other runtimes, at one bit per weight", "runs/NAME --to onnx", json=False)
+    sub.add_argument("what", type=Path, metavar="RUN-OR-FILE", help="a run, or a packed file")
+    sub.add_argument("--to", required=True, choices=FORMATS)
+    sub.add_argument("-o", "--out", type=Path, metavar="FILE", help="default: beside the source")
+    sub.add_argument("--shape", type=_shape, help="of one input, as in 3x32x32; default: what the source says")
+    sub.add_argument("--model", **own)
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """Evaluates the best rounded network of a run, or a file that was made from it."""
+    path: Path = options.what
+    if path.suffix in (PACKED, *_ENDINGS.values()):
+        result, lines = _evaluate_file(path, options)
+    else:
+        _refuse_file(path, f"the folder of a run, a packed *{PACKED}, an *.onnx or an OpenVINO *.xml file")
+        if options.data or options.data_root or options.model:
+            raise ConfigError("--data, --data-root and --model are for files: a run knows them")
+        result, lines = _evaluate_run(path, options.split)
+    if options.json:
+        print(json.dumps(result))
+        return
+    name = result.pop("data")
+    print(f"{name} {options.split}: {result['accuracy']:.2f} % (loss {result['loss']:.4f})")
+    print("\n".join(lines))
+
+
+def _evaluate_run(folder: Path, split: str) -> tuple[dict[str, Any], list[str]]:
+    best = Best.load(folder)
+    config, off, device = best.config, best.off_levels, build.device(best.config)
+    images = data.load(config["data"], config["data_root"], download=False).to(device)
+    if len(images.classes) != best.images["classes"]:
+        raise ConfigError(f"{best.path} has {best.images['classes']} classes, but {images.name} {len(images.classes)}")
+    result: dict[str, Any] = {"folder": str(folder), "split": split, "data": images.name}
+    result["weights_off_their_levels"] = off
+    result["problems"] = [] if off else health(best.opt).collapses
+    result["accuracy"], result["loss"] = accuracy(best.model.to(device), getattr(images, split), images)
+    count = sum(row["bits"] < 32 for row in layers(best.opt))
+    line = f"all {count} quantized tensors are exactly on their {config['levels']} levels"
+    line = line if count else "a float network: none of its tensors is quantized"
+    return result, [f"off their levels: {off}" if off else line, *(f"warning: {text}" for text in result["problems"])]
+
+
+def _evaluate_file(path: Path, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """A packed file, an ONNX file in ONNX Runtime, or OpenVINO IR in OpenVINO."""
+    if options.model and path.suffix != PACKED:
+        raise ConfigError(f"--model is for packed files: {path} holds its own")
+    model, about, how = _runnable(path, options.model)
+    images = _data_of_file(path, about, options)
+    size = sum(file.stat().st_size for file in _files_of(path))
+    result: dict[str, Any] = {"file": str(path), "split": options.split, "data": images.name, "bytes": size}
+    try:
+        result["accuracy"], result["loss"] = accuracy(model, getattr(images, options.split), images)
+    except Exception as error:
+        shape = "x".join(map(str, images.shape))
+        raise PackError(f"{path} cannot be tested on {images.name}, images of {shape}: {first_line(error)}") from error
+    return result, [f"{size:,} bytes, {how}"]
+
+
+def _runnable(path: Path, builder: str | None) -> tuple[nn.Module, dict[str, Any], str]:
+    """The network of a file, what the file says about it, and what runs it."""
+    if path.suffix == PACKED:
+        packed = _network(path, builder)
+        return packed.model, packed.about, f"run packed: {kernels.describe()}"
+    if path.suffix == ".onnx":
+        from mirrorquant.export.onnx import OnnxModel
+
+        onnx = OnnxModel(path)
+        return onnx, onnx.about, "run by ONNX Runtime"
+    from mirrorquant.export.openvino import OpenVinoModel
+
+    openvino = OpenVinoModel(path)
+    return openvino, openvino.about, "run by OpenVINO in float32"
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The file itself, and for OpenVINO also the *.bin with the weights."""
+    return [path, path.with_suffix(".bin")] if path.suffix == ".xml" else [path]
+
+
+def _data_of_file(path: Path, about: dict[str, Any], options: argparse.Namespace) -> data.Data:
+    """The data set that --data names, or else the file.
+
+    A file may come from anybody: it can name a data set of this library, but not a folder, and starts no download.
+    """
+    root, named = options.data_root or MachineKeys.data_root, about.get("data")
+    if options.data:
+        return data.load(options.data, root)
+    if not isinstance(named, str) or ":" in named or named not in data.names():
+        raise ConfigError(f"{path} does not say which data it is for: pass --data, as in --data cifar10")
+    try:
+        return data.load(named, root, download=False)
+    except data.DataError as error:
+        raise data.DataError(f"{error} Or pass --data {named}: a file by itself never starts a download.") from error
+
+
+def pack(options: argparse.Namespace) -> None:
+    """Writes the best rounded network of a run at one bit per weight."""
+    network = _network(options.what)
+    path = _output(options.out, network.folder / f"packed{PACKED}")
+    packing.save(network.model, path, about=network.about)
+    contents = packing.read(path)
+    full = _float_bytes(contents)
+    if options.json:
+        print(json.dumps({"file": str(path), "bytes": contents.size, "float_bytes": full}))
+        return
+    print(f"wrote {path}: {contents.size:,} bytes; in float32 {full:,}: {full / contents.size:.1f} times as much")
+    file, name = shlex.quote(str(path)), str(network.about.get("data", "NAME"))
+    model = f" --model {shlex.quote(str(network.about.get('model', 'MODULE:FUNCTION')))}"
+    model *= contents.architecture is None
+    images = f" --data {shlex.quote(name)}" * (":" in name)  # a folder is not taken from a file unasked
+    print(f"\nnext:\n  mirrorquant summary {file}       its bits and bytes, layer by layer")
+    print(f"  mirrorquant eval {file}{model}{images}          its accuracy, run packed")
+    print(f"  mirrorquant export {file} --to onnx{model}")
+
+
+def export(options: argparse.Namespace) -> None:
+    """Writes a network for another runtime."""
+    network = _network(options.what, options.model)
+    shape = options.shape or network.about.get("shape")
+    if not isinstance(shape, list) or not all(_whole(size, 0) for size in shape):
+        raise PackError(f"{options.what} does not say what it takes: pass --shape, as in --shape 3x32x32")
+    path = _output(options.out, network.folder / (network.name + _ENDINGS[options.to]))
+    export_model(network.model, path, shape, to=options.to, about=network.about)
+    for file in _files_of(path):
+        print(f"wrote {file}: {file.stat().st_size:,} bytes")
+    named = str(network.about.get("data", "NAME"))
+    images = "" if named in data.names() else f" --data {printable(shlex.quote(named))}"
+    print(f"\nnext:\n  mirrorquant eval {shlex.quote(str(path))}{images}          in {_RUNTIMES[options.to]}")
+
+
+def _output(given: Path | None, otherwise: Path) -> Path:
+    """The file to write, whose ending says what it is."""
+    if given is not None and given.suffix != otherwise.suffix:
+        raise PackError(f"{given} must end in {otherwise.suffix}, by which its content is recognized")
+    return given or otherwise
+
+
+def _float_bytes(contents: packing.Contents) -> int:
+    """The size of the same tensors in float32 (and in the types of those that are no floats)."""
+    return sum(row["float_bytes"] for row in contents.rows())
+
+
+def summary(options: argparse.Namespace) -> None:
+    """Counts per bit width, memory, and the float equivalent, of a run, a recipe or a packed file."""
+    if options.what.suffix == PACKED:
+        return _summary_of_file(options.what, options.json)
+    if options.what.is_dir():
+        rows = RunRecord.read(options.what / "summary.json").layers()
+    else:
+        _refuse_file(options.what, f"the folder of a run, a recipe or a packed *{PACKED}")
+        config = Config.from_recipe(str(options.what))
+        known = data.get(config["data"])
+        model = build.model(config, known.classes or 10, known.shape[0] if known.shape else 3)
+        rows = layers(build.optimizer(config, model, 1))
+    if options.json:
+        print(json.dumps(rows))
+        return
+    print(f"{'parameter':36}{'shape':>20}{'count':>12}{'bits':>6}{'bytes':>12}")
+    for row in rows:
+        size = -(-row["count"] * row["bits"] // 8)
+        print(f"{printable(row['name']):36}{_sizes(row['shape']):>20}{row['count']:12,}{row['bits']:6}{size:12,}")
+    for bits in sorted({row["bits"] for row in rows}):
+        print(f"{bits:3} bit: {sum(row['count'] for row in rows if row['bits'] == bits):12,} parameters")
+    small, full = sum(row["count"] * row["bits"] for row in rows) / 8, sum(row["count"] * 4 for row in rows)
+    print(f"in all {small:,.0f} bytes of weights; in float32 {full:,.0f}: {full / small:.1f} times as much")
+
+
+def _summary_of_file(path: Path, as_json: bool) -> None:
+    contents = packing.read(path)
+    rows, full = contents.rows(), _float_bytes(contents)
+    if as_json:
+        about = {"file": str(path), "bytes": contents.size, "float_bytes": full, "sha256": contents.sha256}
+        print(json.dumps({**about, "architecture": contents.architecture, "about": contents.about, "tensors": rows}))
+        return
+    print(f"{'tensor':36}{'shape':>20}{'levels':>16}{'bits':>6}{'bytes':>12}{'float32':>12}")
+    for row in rows:
+        levels, name = labels.levels(row["levels"]) if row["levels"] else "-", printable(row["name"])
+        sizes = f"{row['bits']:6}{row['bytes']:12,}{row['float_bytes']:12,}"
+        print(f"{name:36}{_sizes(row['shape']):>20}{levels:>16}{sizes}")
+    tensors = sum(row["bytes"] for row in rows)
+    print(f"tensors {tensors:,} bytes, header {contents.size - tensors:,}: {contents.size:,} bytes on disk")
+    print(f"in float32 {full:,} bytes: {full / contents.size:.1f} times as much\nsha256 {contents.sha256}")
+
+
+def _sizes(shape: list[int]) -> str:
+    return "x".join(map(str, shape)) or "1"
+
+
+@dataclass(frozen=True)
+class _Network:
+    """A rounded network, where it comes from, and the folder and the name of files that are made from it."""
+
+    model: nn.Module
+    about: dict[str, Any]
+    folder: Path
+    name: str
+
+
+def _network(path: Path, builder: str | None = None) -> _Network:
+    """The best rounded network of a run (its folder, or the file of the network), or of a packed file."""
+    if path.suffix == PACKED:
+        contents = packing.read(path)
+        if contents.architecture is None and builder is None:
+            remedy = "pass one of the same structure, by --model MODULE:FUNCTION"
+            raise PackError(f"{path} holds a model that is not of this library: {remedy}")
+        own = None if builder is None else models.build(builder, _whole(contents.about.get("classes"), 10))
+        return _Network(packing.load(path, own), contents.about, path.parent, path.stem)
+    if builder is not None:
+        raise ConfigError(f"--model is for packed files: {path} is a run, which knows its model")
+    if path.name not in BEST:
+        _refuse_file(path, f"the folder of a run, its {BEST[0]} or a packed *{PACKED}")
+    best = Best.load(path)
+    if best.config["method"] == "ref":
+        call = f"torch.load({str(best.path)!r}, weights_only=True)['model'], a state_dict for PyTorch's tools"
+        reason = "is a float network, and only quantized ones can be packed or exported"
+        raise PackError(f"{path} {reason}; in Python its weights are {call}")
+    if off := best.off_levels:
+        raise PackError(f"{best.path} has weights off their {best.config['levels']} levels, in {', '.join(off)}")
+    return _Network(best.model, best.about, best.path.parent, "packed")
+
+
+def _refuse_file(path: Path, expected: str) -> None:
+    if path.is_file():
+        raise ConfigError(f"{path} is not a supported file; expected {expected}")
+
+
+def _whole(value: Any, otherwise: int) -> int:
+    return value if type(value) is int and 0 < value < 1 << 20 else otherwise
+
+
+def _run(text: str) -> Path:
+    """A path; the file of the best network of a run stands for the run."""
+    path = Path(text)
+    return path.parent if path.name in BEST else path
+
+
+def _shape(text: str) -> list[int]:
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"invalid shape {text}; use positive sizes such as 3x32x32")
+    return [int(size) for size in text.split("x")]

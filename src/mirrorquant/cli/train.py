@@ -1,0 +1,210 @@
+"""The commands that train: one run, or several methods side by side."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import shlex
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mirrorquant import methods
+from mirrorquant.report import RunRecord, plots
+from mirrorquant.report.tables import compare_row, compare_table
+from mirrorquant.train import Config, ConfigError, Run, RunFolder, build, recipes
+from mirrorquant.train.config import KEYS, Key
+from mirrorquant.train.run_folder import BEST
+
+DEFAULT = "digits/digitsnet/binary/md-tanh-s"
+TRUSTED = "a run of a custom model imports the module it names, so only use runs you trust"
+_COMPARED = """
+next:
+  mirrorquant train cifar10/resnet18/binary/md-tanh-s     a cell of the paper (needs a GPU and CIFAR-10)
+  mirrorquant recipes                                     all of them
+  mirrorquant train DATA/MODEL/... model=mymodule:myfunction data=folder:PATH     your own model and images"""
+
+
+def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Adds ``train`` and ``compare`` to the parser."""
+    sub = command("train", train, "train a network", "cifar10/resnet18/binary/md-tanh-s seed=1")
+    _add_words(sub, "RECIPE", f"a name from 'mirrorquant recipes'; default: {DEFAULT}")
+    sub.add_argument("--out", type=Path, help="the run's folder; default: a new one in runs/")
+    text = f"continue the run in this folder, or in --out, perhaps with another device or data_root; {TRUSTED}"
+    sub.add_argument("--resume", type=Path, nargs="?", const=Path(), metavar="RUN", help=text)
+    sub = command("compare", compare, "several methods on one task", "digits/digitsnet --seeds 3")
+    _add_words(sub, "TASK", "data set and model of the recipes; default: digits/digitsnet")
+    sub.add_argument("--methods", default="ref,bc,md-tanh-s", help="names of recipes, separated by commas")
+    sub.add_argument("--levels", default="binary", choices=["binary", "ternary"])
+    sub.add_argument("--seeds", type=_count, default=1, help="runs per method, with seeds 0, 1, ...")
+    sub.add_argument("--out", type=Path, help="folder of the runs; default: runs/compare-TASK")
+    sub.add_argument("--resume", action="store_true", help="continue the comparison in the folder")
+
+
+def _add_words(sub: argparse.ArgumentParser, name: str, text: str) -> None:
+    rows = [f"  {key:18}{facts.help}{_default(facts)}" for key, facts in KEYS.items() if facts.section != "origin"]
+    sub.epilog = "Any key can be changed by key=value, as in lr=0.01. Keys:\n" + "\n".join(rows)
+    sub.add_argument("words", nargs="*", metavar=f"{name} KEY=VALUE", help=text)
+    sub.add_argument("--results", type=Path, metavar="DIR", help="also keep the summary as JSON in this folder")
+    sub.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _default(key: Key) -> str:
+    choices = f": {', '.join(key.choices)}" if key.choices else ""
+    default = str(key.default).lower() if key.type == "bool" else key.default
+    return choices if default in ("", None, []) else f"{choices} (default {default})"
+
+
+def train(options: argparse.Namespace) -> None:
+    """Trains a recipe, or continues a run."""
+    _try_writing(options.results)
+    if options.resume is None:
+        config = Config.from_recipe(options.words[0] if options.words else DEFAULT, options.overrides)
+        _refuse_idle([config])
+        run = Run(config, options.out or _folder(config), quiet=options.quiet)
+    else:
+        folder = options.out if options.resume == Path() else options.resume
+        if folder is None or options.words or options.out not in (None, folder):
+            raise ConfigError("--resume continues the run in one folder: recipe and --out cannot be given with it")
+        run = Run.resume(folder, options.overrides, quiet=options.quiet)
+    record = _trained(run, options)
+    if options.json:
+        print(json.dumps(record.summary))
+        return
+    print(f"\n{compare_table([compare_row(record)])}\n")
+    for path in _pictures([run.folder.path]):
+        print(f"wrote {path}")
+    quantized = run.config["method"] != "ref"
+    print(f"wrote {run.folder.path / BEST[0]}, the best {'rounded ' * quantized}network\n\nnext:")
+    folder = shlex.quote(str(run.folder.path))
+    really = ", and whether its weights really are on their levels" * quantized
+    print(f"  mirrorquant eval {folder}          its accuracy{really}")
+    print(f"  mirrorquant summary {folder}       its bits and bytes, layer by layer")
+    if quantized:
+        print(f"  mirrorquant pack {folder}          the network at its true size, in a file")
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Trains several methods on one task."""
+    _try_writing(options.results)
+    task = options.words[0] if options.words else "digits/digitsnet"
+    folder = options.out or Path("runs") / ("compare-" + task.replace("/", "-"))
+    configs = _compared(task, options)
+    _refuse_idle(list(configs.values()))
+    records, folders = [], []
+    for name, config in configs.items():
+        run = _begun(config, folder / name, options)
+        records.append(_trained(run, options))
+        folders.append(run.folder.path)
+    rows = [compare_row(record) for record in records]
+    if options.json:
+        print(json.dumps(rows))
+        return
+    print(f"\n{compare_table(rows)}\n")
+    pictures = _pictures(folders, rows, folder)
+    for path in pictures:
+        if path.parent == folder:
+            print(f"wrote {path}")
+    weights = ", with a weights.png each" if any(path.parent != folder for path in pictures) else ""
+    print(f"wrote {len(folders)} runs to folders in {folder}{weights}\n{_COMPARED}")
+
+
+def _compared(task: str, options: argparse.Namespace) -> dict[str, Config]:
+    """All runs of a comparison by their folder; made before the first one trains."""
+    if any(text.startswith("seed=") for text in options.overrides):
+        raise ConfigError("compare trains with seeds 0, 1, ...: set how many with --seeds, instead of seed=")
+    chosen = [method.strip() for method in options.methods.split(",") if method.strip()]
+    if not chosen:
+        raise ConfigError("--methods is empty: name at least one, as in --methods bc,md-tanh-s")
+    if twice := [method for method in chosen if chosen.count(method) > 1]:
+        raise ConfigError(f"--methods names {twice[0]} twice")
+    configs = {}
+    for method in chosen:
+        name = f"{task}/ref" if method == "ref" else f"{task}/{options.levels}/{method}"
+        if name not in recipes.names():
+            raise recipes.RecipeError(_no_recipe(task, options.levels, method))
+        for seed in range(options.seeds):
+            configs[f"{method}-seed{seed}"] = Config.from_recipe(name, [*options.overrides, f"seed={seed}"])
+    return configs
+
+
+def _no_recipe(task: str, levels: str, method: str) -> str:
+    """Why a method cannot be compared: its task is unknown, or has no hyperparameters for it; and what there is."""
+    every = recipes.names()
+    tasks = sorted({"/".join(name.split("/")[:2]) for name in every})
+    if task not in tasks:
+        near = difflib.get_close_matches(task, tasks, 1, cutoff=0.0)
+        return f"there are no recipes for {task!r}; did you mean {near[0]!r}?"
+    known = [name for name in every if name == f"{task}/ref" or name.startswith(f"{task}/{levels}/")]
+    names = [name.split("/")[-1] for name in known]
+    there = f"{task} has no {levels} recipe for {method!r}, only for {', '.join(names)}"
+    if method not in methods.list():
+        near = difflib.get_close_matches(method, names, 1)
+        return there + (f"; did you mean {near[0]!r}?" if near else "")
+    base = next((name for name in reversed(known) if not name.endswith("/ref")), f"{task}/ref")
+    return f"{there}; to try it with another recipe's hyperparameters: mirrorquant train {base} method={method}"
+
+
+def _begun(config: Config, folder: Path, options: argparse.Namespace) -> Run:
+    """A run of a comparison: a new one, or with --resume the one in its folder, ended or not."""
+    if not options.resume or not RunFolder(folder).begun:
+        return Run(config, folder, quiet=options.quiet)
+    if RunFolder(folder).config().identity != build.resolve(config).identity:
+        raise ConfigError(f"{folder} holds a run of another configuration: give the same key=value, or another --out")
+    return Run.resume(folder, quiet=options.quiet)
+
+
+def _trained(run: Run, options: argparse.Namespace) -> RunRecord:
+    record = RunRecord.of(run.train())
+    if options.results:
+        record.write_result(options.results)
+    return record
+
+
+def _refuse_idle(configs: Sequence[Config]) -> None:
+    """Rejects overrides that change nothing in any of the runs."""
+    idle = [config.idle_overrides() for config in configs]
+    useless = [f"{key} has no effect here because {why}" for key, why in idle[0].items() if all(key in i for i in idle)]
+    if useless:
+        raise ConfigError(f"{', and '.join(useless)}: leave it out")
+
+
+def _folder(config: Config) -> Path:
+    """runs/NAME-seedK, numbered where it is taken."""
+    base = Path("runs") / f"{config['recipe'].replace('/', '-')}-seed{config['seed']}"
+    folder, number = base, 1
+    while RunFolder(folder).begun:
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    return folder
+
+
+def _try_writing(results: Path | None) -> None:
+    """Creates the folder of the results and a file in it: better an error now than after hours of training."""
+    if results is not None:
+        results.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=results):
+            pass
+
+
+def _pictures(folders: list[Path], rows: list[dict[str, Any]] | None = None, out: Path | None = None) -> list[Path]:
+    """The curves, the methods side by side, and the histograms; a hint where matplotlib is missing."""
+    out = out or folders[0]
+    paths = []
+    try:
+        paths.append(plots.curves(folders, out / "curves.png"))
+        if rows and any(row["method"] != "ref" for row in rows):
+            paths.append(plots.comparison(rows, out / "comparison.png"))
+        drawn = [folder for folder in folders if RunFolder(folder).config()["histogram_every"]]
+        paths += [plots.histograms(folder, folder / "weights.png") for folder in drawn]
+    except plots.PlotError as error:
+        print(f"{'not all' if paths else 'no'} pictures: {error}")
+    return paths
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, 1 or more")
+    return int(text)
