@@ -155,6 +155,52 @@ def test_files_of_version_0_1_are_read_to_the_bit():
     torch.testing.assert_close(model.double()(x.double()), reference, rtol=0, atol=1e-9)
 
 
+@torch.no_grad()
+def test_a_summary_has_the_size_of_the_file(tmp_path):
+    path, model = tmp_path / "net.safetensors", network("digitsnet", affine=True)
+    model.conv2.weight.mul_(torch.rand(64, 1, 1, 1) + 0.5)
+    model.fc.weight.copy_(torch.randn(10, 64))
+    mq.save(model, path, about={"note": "so long"})
+    size = path.stat().st_size
+    loaded = mq.load(path)
+    assert mq.summary(loaded).bytes == mq.summary(read(path)).bytes == size
+    mq.save(model, path)
+    found = mq.summary(model)
+    assert found.bytes == path.stat().st_size < size
+    assert {row.name: row.bytes for row in found.rows} == {row["name"]: row["bytes"] for row in read(path).rows()}
+    rows = {row.name: row for row in found.rows}
+    assert (rows["conv1.weight"].levels, rows["conv1.weight"].bits, rows["conv1.weight"].why) == ([-1.0, 1.0], 1, "")
+    assert rows["conv2.weight"].scaled
+    assert rows["conv2.weight"].bytes == 64 * 32 * 9 // 8 + 4 * 64
+    assert (rows["fc.weight"].bits, rows["fc.weight"].levels) == (32, None)
+    assert rows["fc.weight"].why == f"it contains {float(model.fc.weight[0, 0]):g}"
+    assert rows["bn1.running_var"].why == "it is a buffer"
+    assert found.count == sum(tensor.numel() for tensor in model.state_dict().values())
+    assert found.quantized == sum(row.count for row in found.rows if row.levels)
+    assert found.float_bytes == sum(tensor.nbytes for tensor in model.state_dict().values())
+    lines = str(found).splitlines()
+    assert len(lines) == 2 + len(rows)
+    assert lines[4].split() == ["conv2.weight", "64x32x3x3", "18,432", "-1,", "1", "x", "a", "scale", "1", "2,560"]
+    assert f"{found.bytes:,} bytes in a file" in lines[-1]
+    with pytest.raises(PackError, match="what is a str, expected a model, an optimizer or a packed file"):
+        mq.summary("net.safetensors")
+
+
+def test_an_optimizer_is_summarized_as_it_will_be_finalized():
+    model = mq.models.digitsnet(affine=True)
+    opt = mq.MirrorDescent(torch.optim.SGD(mq.split(model, skip="fc"), lr=0.1), method="md-tanh-s", levels=mq.TERNARY)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = {row.name: row for row in mq.summary(opt).rows}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    opt.finalize()
+    after = {row.name: row for row in mq.summary(model).rows}
+    assert found.keys() == {name for name, _ in model.named_parameters()}
+    for name, row in found.items():
+        assert (row.levels, row.bits, row.bytes) == (after[name].levels, after[name].bits, after[name].bytes)
+    assert found["conv1.weight"].levels == [-1.0, 0.0, 1.0]
+    assert "skip" in found["fc.weight"].why
+
+
 def test_other_tools_can_read_it(tmp_path):
     model = network("digitsnet")
     mq.save(model, tmp_path / "net.safetensors", about={"accuracy": 98.6})

@@ -16,6 +16,7 @@ from mirrorquant.mirrors import Mirror, mirror_from
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.packing import PackedModel, PackError, load, pack, save, unpack
 from mirrorquant.select import split
+from mirrorquant.summary import summary
 
 __all__ = [
     "BINARY",
@@ -41,6 +42,7 @@ __all__ = [
     "save",
     "schedules",
     "split",
+    "summary",
     "theory",
     "unpack",
 ]

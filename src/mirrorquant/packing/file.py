@@ -152,12 +152,12 @@ class Contents:
 def row(name: str, entry: Entry) -> dict[str, Any]:
     """Name, shape, levels, bits and bytes of a tensor, as a packed file stores it."""
     count, item = entry.shape.numel(), entry.dtype.itemsize
-    bits, levels, size = 8 * item, None, count * item
+    bits, levels, scaled, size = 8 * item, None, False, count * item
     if isinstance(entry, PackedTensor):
-        bits, levels = count_planes(entry.levels), list(entry.levels)
+        bits, levels, scaled = count_planes(entry.levels), list(entry.levels), entry.scale is not None
         size = sum(buffer.nbytes for buffer in entry.buffers())
     told = {"name": name, "shape": list(entry.shape), "count": count, "bits": bits, "levels": levels}
-    return {**told, "bytes": size, "float_bytes": count * item}
+    return {**told, "scaled": scaled, "bytes": size, "float_bytes": count * item}
 
 
 def about_of(model: nn.Module, about: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -186,23 +186,30 @@ def read_about(text: str) -> dict[str, Any]:
 # Writing.
 
 
-def stored(model: nn.Module) -> tuple[nn.Module, dict[str, Entry]]:
-    """A plain or packed model as a file stores it: its structure, and its tensors as bits or as they are."""
+def stored(model: nn.Module, *, check: bool = True) -> tuple[nn.Module, dict[str, Entry]]:
+    """A plain or packed model as a file stores it: its structure, and its tensors as bits or as they are.
+
+    Without ``check``, a plain model need not be finalized.
+    """
     model = unwrapped(model)
-    if not isinstance(model, PackedModel):
+    if check and not isinstance(model, PackedModel):
         return model, entries_of(model, None, stored=True)
-    parameters = {name for name, _ in model.plain.named_parameters()}
-    entries = model.entries()
-    for name, entry in entries.items():
-        if isinstance(entry, Tensor) and name in parameters:
-            entries[name] = PackedTensor.of(entry) or entry
-    return model.plain, entries
+    plain = model.plain if isinstance(model, PackedModel) else model
+    entries: dict[str, Entry] = model.entries() if isinstance(model, PackedModel) else dict(state(model))
+    for name, _ in plain.named_parameters():
+        entry = entries[name]
+        entries[name] = entry if isinstance(entry, PackedTensor) else PackedTensor.of(entry) or entry.detach()
+    return plain, entries
 
 
 def dump(model: nn.Module, about: dict[str, Any] | None = None) -> bytes:
     """The content of a packed file."""
     about = about_of(model, about)
-    plain, entries = stored(model)
+    return content(*stored(model), about)
+
+
+def content(plain: nn.Module, entries: dict[str, Entry], about: dict[str, Any]) -> bytes:
+    """The content of a packed file, from the structure of a model and its tensors."""
     tensors: dict[str, Tensor] = {}
     packed: dict[str, dict[str, Any]] = {}
     for name, entry in entries.items():

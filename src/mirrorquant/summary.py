@@ -1,0 +1,127 @@
+"""A summary of a model: its tensors with their levels, counts, bits and bytes, as ``mq.save`` stores them.
+
+>>> import torch, mirrorquant as mq
+>>> model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False), torch.nn.Linear(32, 2, bias=False))
+>>> with torch.no_grad():
+...     _ = model[0].weight.sign_().mul_(0.5), model[1].weight[0, 0].fill_(0.7)
+>>> print(mq.summary(model))
+tensor    shape  count  levels           bits  bytes  float because
+0.weight  32x64  2,048  -1, 1 x a scale     1    260
+1.weight  2x32      64                     32    256  it contains 0.7
+2,048 of 2,112 weights are quantized (97.0 %); ... bytes in a file, 8,448 in float32 (... times as many)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from mirrorquant._text import printable
+from mirrorquant.optimizer import MirrorDescent
+from mirrorquant.packing import Contents, PackedTensor, PackError, file
+from mirrorquant.packing.bits import off_level
+from mirrorquant.packing.model import Entry
+
+__all__ = ["Row", "Summary", "summary"]
+
+_HEAD = ("tensor", "shape", "count", "levels", "bits", "bytes", "float because")
+_RIGHT = ("count", "bits", "bytes")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tensor: ``bits`` per weight, and the ``bytes`` that a file takes for it, including its scales.
+
+    ``levels`` is None, and ``why`` gives the reason, if it is stored in float (or as integers).
+    """
+
+    name: str
+    shape: list[int]
+    count: int
+    bits: int
+    levels: list[float] | None
+    scaled: bool
+    bytes: int
+    float_bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The report of :func:`summary`; ``str()`` is a table. ``bytes`` is the size of the file."""
+
+    rows: list[Row]
+    bytes: int
+
+    @property
+    def count(self) -> int:
+        """The number of weights and other numbers."""
+        return sum(row.count for row in self.rows)
+
+    @property
+    def quantized(self) -> int:
+        """The number of weights on levels."""
+        return sum(row.count for row in self.rows if row.levels is not None)
+
+    @property
+    def float_bytes(self) -> int:
+        """The size of the same tensors without quantization."""
+        return sum(row.float_bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        table = [_HEAD]
+        for row in self.rows:
+            levels = ", ".join(f"{level:g}" for level in row.levels or ()) + " x a scale" * row.scaled
+            shape = "x".join(map(str, row.shape)) or "1"
+            numbers = f"{row.count:,}", levels, str(row.bits), f"{row.bytes:,}"
+            table.append((printable(row.name), shape, *numbers, row.why))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = []
+        for cells in table:
+            columns = zip(_HEAD, cells, widths, strict=True)
+            padded = [cell.rjust(width) if name in _RIGHT else cell.ljust(width) for name, cell, width in columns]
+            lines.append("  ".join(padded).rstrip())
+        share, times = 100 * self.quantized / max(self.count, 1), self.float_bytes / max(self.bytes, 1)
+        lines.append(
+            f"{self.quantized:,} of {self.count:,} weights are quantized ({share:.1f} %); {self.bytes:,} bytes in a "
+            f"file, {self.float_bytes:,} in float32 ({times:.1f} times as many)"
+        )
+        return "\n".join(lines)
+
+
+def summary(what: nn.Module | MirrorDescent | Contents) -> Summary:
+    """Summarizes a plain or packed model, an optimizer, or a packed file that ``mirrorquant.packing.read`` returned.
+
+    For a model, ``bytes`` is the size of the file that ``mq.save(model, path)`` writes. An optimizer is summarized
+    with its weights rounded, as ``finalize()`` leaves them; it knows parameters only, so ``bytes`` has no buffers and
+    no header of a file.
+    """
+    if isinstance(what, MirrorDescent):
+        groups = [(what._names(index), group["params"]) for index, group in enumerate(what.param_groups)]
+        named = {name: p for names, params in groups for name, p in zip(names, params, strict=True)}
+        with what.quantized():
+            entries = {name: PackedTensor.of(p) or p.detach().clone() for name, p in named.items()}
+        rows = _rows(entries, {name: what._why.get(p, "") for name, p in named.items()})
+        return Summary(rows, sum(row.bytes for row in rows))
+    if isinstance(what, Contents):
+        return Summary(_rows(what.entries, {}), what.size)
+    if not isinstance(what, nn.Module):
+        raise PackError(f"what is a {type(what).__name__}, expected a model, an optimizer or a packed file")
+    plain, entries = file.stored(what, check=False)
+    reasons = dict.fromkeys((name for name, _ in plain.named_buffers()), "it is a buffer")
+    return Summary(_rows(entries, reasons), len(file.content(plain, entries, file.about_of(what))))
+
+
+def _rows(entries: Mapping[str, Entry], reasons: Mapping[str, str]) -> list[Row]:
+    rows = []
+    for name, entry in entries.items():
+        why = "" if isinstance(entry, PackedTensor) else reasons.get(name) or _reason(entry)
+        rows.append(Row(**file.row(name, entry), why=why))
+    return rows
+
+
+def _reason(tensor: Tensor) -> str:
+    value = off_level(tensor, None) if tensor.is_floating_point() else None
+    return f"it is {tensor.dtype}" if value is None else f"it contains {value:g}"
