@@ -397,7 +397,7 @@ def projections(out: Path) -> list[Path]:
 def _draw_mirror(mirror: Mirror, levels: Levels, title: str, out: Path) -> Path:
     dual = torch.linspace(-2, 2, 1601, dtype=torch.float64)
     primal = torch.tanh(torch.linspace(-17, 17, 3201, dtype=torch.float64))  # dense where the inverse is steep
-    whole, half, inside = [-2, -1, 0, 1, 2], [-1, -0.5, 0, 0.5, 1], (-1.05, 1.05)
+    whole, half = [-2, -1, 0, 1, 2], [-1, -0.5, 0, 0.5, 1]
     with _figure(out, 10.2, 3.6) as figure:
         project, inverse, potential = figure.subplots(1, 3)
         project.plot(dual, levels.nearest(dual), color=_FAINT, ls=(0, (4, 3)), lw=1.2, label="β → ∞")
@@ -406,11 +406,11 @@ def _draw_mirror(mirror: Mirror, levels: Levels, title: str, out: Path) -> Path:
             project.plot(dual, mirror.project(dual, beta), **look)
             inverse.plot(primal, mirror.inverse(primal, beta), **look)
             potential.plot(primal, mirror.potential(primal, beta), **look)
-        project.set(title="Projection  w = P(w̃)", xlabel="dual w̃", ylabel="primal w", xlim=(-2, 2))
-        project.set(xticks=whole, yticks=half)
-        inverse.set(title="Inverse  w̃ = P⁻¹(w) = ∇Φ(w)", xlabel="primal w", ylabel="dual w̃", yticks=whole)
-        inverse.set(xlim=inside, ylim=(-2, 2))
-        potential.set(title="Mirror map  Φ(w)", xlabel="primal w", ylabel="Φ", xlim=inside)
+        project.set(title="Projection  w = P(w̃)", xlabel="dual w̃", ylabel="primal w", xticks=whole, yticks=half)
+        inverse.set(title="Inverse  w̃ = P⁻¹(w) = ∇Φ(w)", xlabel="primal w", ylabel="dual w̃", yticks=whole, ylim=(-2, 2))
+        potential.set(title="Mirror map  Φ(w)", xlabel="primal w", ylabel="Φ")
+        for ax, limits in ((project, (-2, 2)), (inverse, (-1.05, 1.05)), (potential, (-1.05, 1.05))):
+            ax.set_xlim(*limits)
         project.legend(loc="lower right")
         _headline(figure, title)
     return out
@@ -532,22 +532,18 @@ def _wrapped(figure: Figure, text: str, width: float, **font: Any) -> str:
 
 
 def _titles(figure: Figure, layers: Sequence[str], width: float = 1.9) -> list[str]:
-    """Names of layers for panels of so many inches: without the ending that all share, then only the last part."""
-    parts = [layer.split(".") for layer in layers]
-    while max(_inches(figure, ".".join(part), fontsize=9.5) for part in parts) > width:
-        if min(map(len, parts)) < 2 or len({part[-1] for part in parts}) > 1 or len(parts) < 2:
-            break
-        parts = [part[:-1] for part in parts]
-    return [_clipped(figure, ".".join(part), width) for part in parts]
+    """Names of layers for panels of so many inches: without the ending that all share, then without their beginning."""
+    names = list(layers)
 
+    def too_wide(name: str) -> bool:
+        return len(name) > 4 and _inches(figure, name, fontsize=9.5) > width
 
-def _clipped(figure: Figure, text: str, width: float) -> str:
-    """The end of a text that is wider than so many inches."""
-    kept = text
-    while _inches(figure, kept, fontsize=9.5) > width and len(text) > 4:
-        text = text[1:]
-        kept = "…" + text
-    return kept
+    while any(map(too_wide, names)) and len({name.rpartition(".")[2] for name in names}) == 1 < len(names):
+        names = [name.rpartition(".")[0] for name in names]
+    for k in range(len(names)):
+        while too_wide(names[k]):
+            names[k] = "…" + names[k].lstrip("…")[1:]
+    return names
 
 
 def _plain(text: str) -> str:
@@ -572,9 +568,8 @@ def _task(runs: Sequence[RunRecord]) -> str:
 
 def _evenly(items: Sequence[Any], most: int) -> list[Any]:
     """At most so many of the items, evenly spaced, the first and the last among them."""
-    if len(items) <= most:
-        return list(items)
-    return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
+    count = min(len(items), most)
+    return [items[round(index * (len(items) - 1) / max(count - 1, 1))] for index in range(count)]
 
 
 def _level_texts(levels: Sequence[float]) -> list[str]:
