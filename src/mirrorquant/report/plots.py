@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -73,20 +73,15 @@ def curves(runs: Sequence[Path], out: Path) -> Path:
     """
     records = [RunRecord.read(run) for run in runs]
     lines = _lines(records)
-    shown = {
-        "accuracy": any(line.best() for line in lines),
-        "loss": any(line.span("train", "loss") for line in lines),
-        "beta": any(line.betas() for line in lines),
-    }
-    if not any(shown.values()):
+    right = ["loss"] * any(line.span("train", "loss") for line in lines) + ["beta"] * any(map(_Line.betas, lines))
+    accuracy = any(map(_Line.best, lines))
+    if not accuracy and not right:
         where = ", ".join(map(str, runs)) or "no run folder"
         raise PlotError(f"no training or validation line in {where} yet: let the run go on for a while")
-    right = [panel for panel in ("loss", "beta") if shown[panel]]
-    mosaic: Any = [["accuracy", panel] for panel in right] or [["accuracy"]]
-    mosaic = mosaic if shown["accuracy"] else [right]
+    beside: Any = [["accuracy", panel] for panel in right] or [["accuracy"]]
     with _figure(out, 9.6, 4.2) as figure:
-        wide = [1.7, 1] if shown["accuracy"] and right else None
-        axes = figure.subplot_mosaic(mosaic, width_ratios=wide)
+        widths = [1.7, 1] if accuracy and right else None
+        axes = figure.subplot_mosaic(beside if accuracy else cast(Any, [right]), width_ratios=widths)
         _draw_curves(axes, lines)
         last = max(max([0, *record.train, *record.val]) for record in records)
         for ax in axes.values():
