@@ -15,7 +15,9 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,42 +49,15 @@ class ConfigError(MirrorquantError, ValueError):
     """A configuration that does not make sense; the message names the key or the file."""
 
 
-Condition = tuple[str, Callable[[Any], bool]]
-
-
-def key(
-    default: Any,
-    help: str,
-    *,
-    least: float = float("-inf"),
-    most: float = float("inf"),
-    choices: tuple[str, ...] = (),
-    used: tuple[Condition, ...] = (),
-) -> Any:
-    """A key of the configuration: ``used`` are conditions on other keys without which it has no effect."""
-    facts = {"help": help, "least": least, "most": most, "choices": choices, "used": used}
+def key(default: Any, help: str, **facts: Any) -> Any:
+    """A key of the configuration: ``facts`` are ``least``, ``most``, ``choices`` and ``used`` of :class:`Key`."""
     if isinstance(default, (list, dict)):
-        return field(default_factory=type(default), metadata=facts)
-    return field(default=default, metadata=facts)
+        return field(default_factory=type(default), metadata={"help": help, **facts})
+    return field(default=default, metadata={"help": help, **facts})
 
 
-def when(name: str, *values: str) -> Condition:
-    """The condition that a key has one of these values."""
-    return name, lambda value: value in values
-
-
-def unless(name: str, *values: str) -> Condition:
-    """The condition that a key has none of these values."""
-    return name, lambda value: value not in values
-
-
-def _takes(option: str) -> Condition:
-    return "model", lambda name: ":" not in name and option in models.options(name)
-
-
-_QUANTIZED = unless("method", "ref")
-_ANNEALED = unless("method", "ref", "bc", "pq")
-_TAUGHT = ("teacher", bool)
+_ANNEALED = "method!=ref,bc,pq"
+_STEPPED = f"{_ANNEALED} beta_schedule=geometric"
 
 
 @dataclass(frozen=True)
@@ -95,12 +70,12 @@ class DataKeys:
 
 @dataclass(frozen=True)
 class ModelKeys:
-    """The network."""
+    """The network; all keys but the name are options of the function that builds it, and idle if it has no such one."""
 
     name: str = key("digitsnet", "network, or MODULE:FUNCTION for a custom one")
-    affine: bool = key(False, "batch norm with learnable parameters", used=(_takes("affine"),))
-    stem_stride: int = key(1, "stride of the first convolution", least=1, most=4096, used=(_takes("stem_stride"),))
-    width: int = key(32, "channels of the first convolution", least=1, most=4096, used=(_takes("width"),))
+    affine: bool = key(False, "batch norm with learnable parameters")
+    stem_stride: int = key(1, "stride of the first convolution", least=1, most=4096)
+    width: int = key(32, "channels of the first convolution", least=1, most=4096)
 
 
 @dataclass(frozen=True)
@@ -108,8 +83,8 @@ class MethodKeys:
     """How weights are quantized."""
 
     name: str = key("md-tanh-s", "method")
-    levels: str = key("binary", "binary, ternary, or numbers like -1,0,1", used=(_QUANTIZED,))
-    skip: list[str] = key([], "what stays in float: patterns of parameters or modules", used=(_QUANTIZED,))  # noqa: RUF009
+    levels: str = key("binary", "binary, ternary, or numbers like -1,0,1", used="method!=ref")
+    skip: list[str] = key([], "patterns of parameters or modules that stay in float", used="method!=ref")  # noqa: RUF009
 
 
 @dataclass(frozen=True)
@@ -118,21 +93,13 @@ class OptimizerKeys:
 
     name: str = key("adam", "base optimizer", choices=("adam", "adamw", "sgd"))
     lr: float = key(0.001, "learning rate", least=1e-35, most=_LARGEST_LR)
-    momentum: float = key(0.9, "of SGD", least=0, most=1e35, used=(when("optimizer", "sgd"),))
-    nesterov: bool = key(False, "Nesterov's momentum", used=(when("optimizer", "sgd"),))
+    momentum: float = key(0.9, "of SGD", least=0, most=1e35, used="optimizer=sgd")
+    nesterov: bool = key(False, "Nesterov's momentum", used="optimizer=sgd")
     weight_decay: float = key(0.0, "weight decay; AdamW decouples it from the gradient", least=0, most=1e35)
     lr_schedule: str = key("step", "learning rate over time", choices=("step", "cosine", "linear", "constant"))
-    lr_scale: float = key(
-        1.0,
-        "factor of the learning rate every lr_interval iterations",
-        least=1e-300,
-        most=1e300,
-        used=(when("lr_schedule", "step"),),
-    )
-    lr_interval: int = key(30000, "see lr_scale", least=1, used=(when("lr_schedule", "step"),))
-    lr_end: float = key(
-        0.0, "last learning rate", least=0, most=_LARGEST_LR, used=(when("lr_schedule", "cosine", "linear"),)
-    )
+    lr_scale: float = key(1.0, "its factor every lr_interval", least=1e-300, most=1e300, used="lr_schedule=step")
+    lr_interval: int = key(30000, "iterations; see lr_scale", least=1, used="lr_schedule=step")
+    lr_end: float = key(0.0, "last learning rate", least=0, most=_LARGEST_LR, used="lr_schedule=cosine,linear")
     warmup: int = key(0, "iterations in which the learning rate rises to lr, before its schedule starts", least=0)
 
 
@@ -140,23 +107,13 @@ class OptimizerKeys:
 class BetaKeys:
     """How soft weights become hard: β, ProxQuant's λ, and the step that rounds for good."""
 
-    beta_schedule: str = key("geometric", "β over time", choices=("geometric", "cosine", "linear"), used=(_ANNEALED,))
-    beta_scale: float = key(
-        1.02,
-        "factor of β every beta_interval iterations",
-        least=1,
-        most=1e35,
-        used=(_ANNEALED, when("beta_schedule", "geometric")),
-    )
-    beta_interval: int = key(200, "see beta_scale", least=1, used=(_ANNEALED, when("beta_schedule", "geometric")))
-    beta_cap: float = key(1e35, "largest β", least=1, most=1e35, used=(_ANNEALED, when("beta_schedule", "geometric")))
-    beta_end: float = key(
-        1e4, "last β", least=1, most=1e35, used=(_ANNEALED, when("beta_schedule", "cosine", "linear"))
-    )
-    pq_rate: float = key(0.0001, "λ of ProxQuant per epoch", least=0, most=1e35, used=(when("method", "pq"),))
-    finalize_at: float = key(
-        1.0, "fraction of training after which weights are rounded for good", least=1e-9, most=1, used=(_QUANTIZED,)
-    )
+    beta_schedule: str = key("geometric", "β over time", choices=("geometric", "cosine", "linear"), used=_ANNEALED)
+    beta_scale: float = key(1.02, "factor of β every beta_interval", least=1, most=1e35, used=_STEPPED)
+    beta_interval: int = key(200, "iterations; see beta_scale", least=1, used=_STEPPED)
+    beta_cap: float = key(1e35, "largest β", least=1, most=1e35, used=_STEPPED)
+    beta_end: float = key(1e4, "last β", least=1, most=1e35, used=f"{_ANNEALED} beta_schedule=cosine,linear")
+    pq_rate: float = key(0.0001, "λ of ProxQuant per epoch", least=0, most=1e35, used="method=pq")
+    finalize_at: float = key(1.0, "part of training until weights are rounded", least=1e-9, most=1, used="method!=ref")
 
 
 @dataclass(frozen=True)
@@ -166,22 +123,20 @@ class ObjectiveKeys:
     label_smoothing: float = key(0.0, "share of the target spread over all classes", least=0, most=1)
     logit_scale: float = key(1.0, "constant factor of the logits", least=1e-6, most=1e6)
     teacher: str = key("", "folder of the run whose best network is imitated; empty for none")
-    temperature: float = key(4.0, "of both softmaxes in distillation", least=1e-3, most=1e3, used=(_TAUGHT,))
-    hard_share: float = key(0.1, "weight of the labels beside the teacher", least=0, most=1, used=(_TAUGHT,))
+    temperature: float = key(4.0, "of both softmaxes in distillation", least=1e-3, most=1e3, used="teacher!=")
+    hard_share: float = key(0.1, "weight of the labels beside the teacher", least=0, most=1, used="teacher!=")
 
 
 @dataclass(frozen=True)
 class TrainingKeys:
-    """What is computed how often, and in which arithmetic; None is chosen for speed."""
+    """What is computed how often, and in which arithmetic; auto is chosen for speed."""
 
     iterations: int = key(100000, "training steps", least=1, most=1e15)
     batch_size: int = key(128, "images per step", least=1)
     eval_every: int = key(100, "iterations between validations of the rounded network", least=1)
     recalibrate: int = key(0, "batches to recompute the final batch-norm statistics from; 0 keeps them", least=0)
     seed: int = key(0, "of initial weights and batches", least=-(2**63), most=2**63 - 1)
-    precision: str = key(
-        "auto", "bfloat16 is autocast; auto is bfloat16 on CUDA", choices=("auto", "float32", "bfloat16")
-    )
+    precision: str = key("auto", "bfloat16 is autocast, auto on CUDA", choices=("auto", "float32", "bfloat16"))
     channels_last: bool | None = key(None, "memory format; auto is channels_last where torch computes it right")
     compile: bool | None = key(None, "torch.compile; auto is on CUDA only")
     deterministic: bool = key(False, "torch's deterministic algorithms")
@@ -194,9 +149,7 @@ class MachineKeys:
     device: str = key("auto", "cpu, cuda or cuda:N; auto is CUDA if there is one")
     data_root: str = key("data", "folder of the data sets")
     threads: int = key(0, "on the CPU; 0 for torch's choice", least=0, most=1024)
-    engine: str = key(
-        "auto", "graph is one CUDA graph per step; auto is graph on CUDA", choices=("auto", "plain", "graph", "eager")
-    )
+    engine: str = key("auto", "graph is a CUDA graph, auto on CUDA", choices=("auto", "plain", "graph", "eager"))
 
 
 @dataclass(frozen=True)
@@ -243,7 +196,7 @@ class Config:
             lr = self.build_lr()
             largest = max(lr(self["warmup"]), lr(self["iterations"] - 1))
         except OverflowError:
-            largest = float("inf")
+            largest = math.inf
         except ValueError as error:
             raise ConfigError(str(error)) from error
         if largest > _LARGEST_LR:
@@ -318,12 +271,8 @@ class Config:
 
     def idle_overrides(self) -> dict[str, str]:
         """The overrides that change nothing here, each with the reason."""
-        conditions = ((name, other, holds) for name in self.origin.overrides for other, holds in KEYS[name].used)
-        return {
-            name: f"{other} is {self[other] or 'not set'}"
-            for name, other, holds in conditions
-            if not holds(self[other])
-        }
+        unmet = {name: KEYS[name].unmet(self) for name in self.origin.overrides}
+        return {name: f"{others[0]} is {self[others[0]] or 'not set'}" for name, others in unmet.items() if others}
 
     # What it describes without any device: models, data and optimizers are made in build.py.
 
@@ -333,15 +282,9 @@ class Config:
 
     def build_lr(self) -> Schedule:
         """The learning rate as a function of the iteration."""
-        own = self.optimizer
-        schedule = schedules.build(
-            own.lr_schedule,
-            start=own.lr,
-            scale=own.lr_scale,
-            every=own.lr_interval,
-            end=own.lr_end,
-            steps=self.training.iterations - own.warmup,
-        )
+        own, steps = self.optimizer, self.training.iterations - self.optimizer.warmup
+        terms = {"start": own.lr, "scale": own.lr_scale, "every": own.lr_interval, "end": own.lr_end, "steps": steps}
+        schedule = schedules.build(own.lr_schedule, **terms)
         return schedules.warmup(schedule, own.warmup) if own.warmup else schedule
 
     def build_beta(self, batches_per_epoch: int) -> Schedule:
@@ -349,16 +292,8 @@ class Config:
         own = self.beta
         if self.method.name == "pq":
             return schedules.ramp(own.pq_rate, every=batches_per_epoch)
-        return schedules.build(
-            own.beta_schedule,
-            start=1.0,
-            scale=own.beta_scale,
-            every=own.beta_interval,
-            cap=own.beta_cap,
-            end=own.beta_end,
-            steps=self.training.iterations,
-            log=True,
-        )
+        terms = {"scale": own.beta_scale, "every": own.beta_interval, "cap": own.beta_cap, "end": own.beta_end}
+        return schedules.build(own.beta_schedule, start=1.0, steps=self.training.iterations, log=True, **terms)
 
     # Files, with a checksum: a changed digit would be another experiment.
 
@@ -409,17 +344,17 @@ class Config:
 
 
 class Key(NamedTuple):
-    """What is known about a key: where it is, and what it may be."""
+    """What is known about a key: where it is, what it may be, and ``used``: other keys on which its effect depends."""
 
     section: str
     attribute: str
     type: str
     default: Any
     help: str
-    least: float
-    most: float
-    choices: tuple[str, ...]
-    used: tuple[Condition, ...]
+    least: float = -math.inf
+    most: float = math.inf
+    choices: tuple[str, ...] = ()
+    used: str = ""  # conditions such as "method!=ref,bc lr_schedule=step"
 
     def check(self, name: str, value: Any) -> None:
         """Raises :class:`ConfigError` for a value of another type, out of range, or not among the choices."""
@@ -430,6 +365,15 @@ class Key(NamedTuple):
         if self.type in ("int", "float") and not self.least <= value <= self.most:
             limit = f"at least {self.least:g}" if value < self.least else f"at most {self.most:g}"
             raise ConfigError(f"{name} is {value}, but it must be {limit}")
+
+    def unmet(self, config: Config) -> list[str]:
+        """The keys whose values leave this one without effect."""
+        conditions = re.findall(r"(\w+)(!?)=(\S*)", self.used)
+        found = [other for other, no, values in conditions if (config[other] in values.split(",")) == bool(no)]
+        if self.section == "model" and self.attribute != "name":
+            model = config.model.name
+            found += ["model"] if ":" in model or self.attribute not in models.options(model) else []
+        return found
 
 
 def _keys() -> dict[str, Key]:
