@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import math
 import os
 import platform
@@ -33,7 +34,7 @@ from mirrorquant.train.engine import Engine, choose
 from mirrorquant.train.evaluate import count_parameters, layers
 from mirrorquant.train.metrics import Metrics
 from mirrorquant.train.progress import Progress
-from mirrorquant.train.run_folder import RunError, RunFolder
+from mirrorquant.train.run_folder import BEST, RunError, RunFolder
 from mirrorquant.train.task import Task
 
 __all__ = ["Interrupted", "Run", "RunError"]
@@ -75,11 +76,12 @@ class Run:
                 raise RunError(f"{folder} holds a run already: continue it with --resume, or choose another --out")
             self.config = config if resumed else build.resolve(config)
             self.task = build.task(config, download=not resumed)  # a stranger's run does not start a download
-            self.folder.write_config(self.config)
+            self.folder.write("config.json", self.config.text())
         except BaseException:
             self.folder.release()
             raise
         self.clock = process.Clock(self.task.device)
+        self.beta = config.build_beta(self.task.loader.batches_per_epoch)
         self.step, self.logged, self.best_step, self.best_accuracy = 0, 0, -1, -1.0
         self.best: dict[str, Tensor] = {}
         self.seal: dict[str, Any] | None = None  # of the metrics, in the checkpoint that the run goes on from
@@ -98,15 +100,13 @@ class Run:
             with process.settings(config, self.task.device):
                 self._restore()
                 self.metrics = Metrics(self.folder.path, self.step, self.seal)
-                with (
-                    Progress(name, config.training.iterations, self.step, quiet=self.quiet) as self.progress,
-                    process.signals() as stop,
-                ):
+                self.progress = Progress(name, config.training.iterations, self.step, quiet=self.quiet)
+                with self.progress, process.signals() as stop:
                     for message in self.messages:
                         self.progress.say(message)
                     while self.step < config.training.iterations:
-                        if stop.number:
-                            self._stop(stop.number)
+                        if stop:
+                            self._stop(stop[0])
                         self.advance()
                         self._follow_up(self.progress)
                 return self._finish()
@@ -148,15 +148,14 @@ class Run:
     def _follow_up(self, progress: Progress) -> None:
         """Whatever is due after an iteration."""
         training, logging = self.config.training, self.config.logging
-        last, text = self.step == training.iterations, ""
-        if self.step == self._finalize_step and not last:
+        last = self.step == training.iterations
+        finalized = math.ceil(Fraction(str(self.config.beta.finalize_at)) * training.iterations)  # 0.07 of 100 is 7
+        if self.step == finalized and not last:
             self._finalize()
-        logged = last or self.step % logging.log_every == 0
-        if logged:
-            text = self._log()
+        text = self._log() if last or self.step % logging.log_every == 0 else ""
         if last or self.step % training.eval_every == 0:
             self._validate()
-        if logged:
+        if text:
             best = f"  best val {self.best_accuracy:.2f} %" if self.best_step >= 0 else ""
             progress.update(self.step, text + best)
         if logging.histogram_every and (self.step % logging.histogram_every == 0 or self.step == 1):
@@ -164,10 +163,6 @@ class Run:
         every, since = logging.checkpoint_every, time.monotonic() - self.saved
         if self.step % every == 0 if every else since > CHECKPOINT_SECONDS:
             self._save()
-
-    @functools.cached_property
-    def _finalize_step(self) -> int:
-        return math.ceil(Fraction(str(self.config.beta.finalize_at)) * self.config.training.iterations)  # 7 of 100
 
     def _finalize(self) -> None:
         """Rounds for good; a fresh engine trains what is left."""
@@ -185,13 +180,9 @@ class Run:
         self.logged = self.step
         if not math.isfinite(loss):
             raise self._diverged(self.step - 1)
-        lr, beta = self.task.lr(self.step - 1), self._beta(self.step)
+        lr, beta = self.task.lr(self.step - 1), 1.0 if self.config.method.name == "ref" else self.beta(self.step)
         self._record("train", loss=loss, lr=lr, beta=beta, seconds=round(seconds, 3))
         return f"loss {loss:.3f}  beta {beta:.3g}"
-
-    def _beta(self, step: int) -> float:
-        schedule = self.config.build_beta(self.task.loader.batches_per_epoch)
-        return 1.0 if self.config.method.name == "ref" else float(schedule(step))
 
     def _validate(self) -> None:
         with self.clock.apart("validation"):
@@ -209,8 +200,7 @@ class Run:
         rows = {}
         for name, p in self.settled.model.named_parameters():
             if p.dim() > 1:
-                counts = torch.histc(p.detach().float().clamp(low, high).cpu(), BINS, low, high)
-                rows[name] = [int(c) for c in counts]
+                rows[name] = torch.histc(p.float().clamp(low, high).cpu(), BINS, low, high).int().tolist()
         self._record("weights", range=[low, high], layers=rows)
 
     def _record(self, kind: str, **values: Any) -> None:
@@ -264,9 +254,8 @@ class Run:
 
     def _restore(self) -> None:
         """Goes on from the newest checkpoint, if there is one."""
-        state, metrics = self.folder.newest_checkpoint(self.say, self._take), self.folder.metrics_file
-        self.saved = time.monotonic()
-        self.clock.start(state["seconds"] if state else 0.0)
+        state, metrics = self.folder.newest_checkpoint(self.say, self._take), self.folder.path / "metrics.jsonl"
+        self.saved, self.clock.seconds = time.monotonic(), state["seconds"] if state else 0.0
         if state is None:
             if metrics.exists():
                 self.say(f"there is no checkpoint in {self.folder.path}: starting over")
@@ -302,10 +291,9 @@ class Run:
         checkpoint.number(state, "step", int, 0, self.config.training.iterations)
         checkpoint.number(state, "best_step", int, -1, state["step"])
         checkpoint.number({"logged": 0, **state}, "logged", int, 0, state["step"])
-        checkpoint.number(state, "seconds", float, 0, 1e12)
         checkpoint.number(state, "best_accuracy", float, -1, 100)
-        for name in state.get("aside", {}):
-            checkpoint.number(state["aside"], name, float, 0, 1e12)
+        for name, seconds in {"seconds": state.get("seconds"), **state.get("aside", {})}.items():
+            checkpoint.number({name: seconds}, name, float, 0, 1e12)
         seal = state.get("metrics", {"bytes": 0, "sha256": ""})
         checkpoint.fits(seal, {"bytes": 0, "sha256": ""}, "metrics")
         checkpoint.number(seal, "bytes", int, 0, 1 << 60)
@@ -345,10 +333,11 @@ class Run:
             recalibrate(task.model, (task.loader.batch(k)[0] for k in range(self.config.training.recalibrate)))
         test, _ = task.evaluate(task.data.test)
         images = {"classes": len(task.data.classes), "shape": list(task.data.shape)}
-        self.folder.write_best(task.model, self.config, images)
+        best = {"model": task.model.state_dict(), "config": self.config.text(), "images": images}
+        checkpoint.save(self.folder.path / BEST[0], best)
         accuracies = {"test_accuracy": test, "test_accuracy_soft": soft, "test_accuracy_last": last}
         summary = self._summary(accuracies, seconds, rows)
-        self.folder.write_summary(summary)
+        self.folder.write("summary.json", json.dumps(summary, indent=1) + "\n")
         return summary
 
     def _summary(self, accuracies: dict[str, float], seconds: float, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -71,13 +71,16 @@ class Metrics:
         """Goes on after ``steps_done`` steps; ``seal`` is what :meth:`seal` returned then."""
         self.path = folder / "metrics.jsonl"
         content = b""
+        self.events: _Events | None = None
         if steps_done and self.path.exists():
             content = self._kept(_read(self.path), steps_done, seal)
         self.bytes, self.digest = len(content), hashlib.sha256(content)
         _files.write_atomically(self.path, content, MetricsError)
         try:
             self.file = self.path.open("ab")
-            self.events = _Events.create(folder, steps_done + 1)
+            self.events = _Events(folder, steps_done + 1)
+        except ImportError:
+            pass
         except OSError as error:
             raise MetricsError(f"the metrics in {folder} cannot be written ({error.strerror})") from error
 
@@ -112,55 +115,38 @@ class Metrics:
         try:
             self.file.write(line)
             self.file.flush()
-            if self.events is not None:
+            if self.events is not None and numbers:
                 self.events.write(step, numbers)
         except OSError as error:
             raise MetricsError(f"{self.path} could not be written ({error.strerror}): free some space") from error
 
     def close(self) -> None:
         """Closes both."""
-        for file in (self.file, self.events):
+        for file in [self.file, *([self.events.file] if self.events is not None else [])]:
             with suppress(OSError):  # of a line that could not be written, which was reported then
-                if file is not None:
-                    file.close()
+                file.close()
 
 
 class _Events:
     """TensorBoard events, written by the thread that calls: tensorboard's own writer reports failures from another."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        from tensorboard.compat.proto import event_pb2
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.proto = event_pb2
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"  # sorts by time
-        self.file = (folder / name).open("xb")
+        self.file, self.event, self.summary = (folder / name).open("xb"), Event, Summary
         self.records = RecordWriter(self.file)
-        self._add(file_version="brain.Event:2")
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._add(step=first_step, session_log=start)  # hides this step and all after it in older files
+        self.add(file_version="brain.Event:2")
+        self.add(step=first_step, session_log=SessionLog(status=SessionLog.START))  # hides later steps of older files
 
-    @classmethod
-    def create(cls, folder: Path, first_step: int) -> _Events | None:
-        """A new file of events; None without tensorboard."""
-        try:
-            return cls(folder, first_step)
-        except ImportError:
-            return None
+    def add(self, **content: Any) -> None:
+        """One event."""
+        self.records.write(self.event(wall_time=time.time(), **content).SerializeToString())
+        self.file.flush()
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """The values of one step by name."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        if values:
-            self._add(step=step, summary=Summary(value=values))
-
-    def close(self) -> None:
-        """Closes the file."""
-        self.file.close()
-
-    def _add(self, **content: Any) -> None:
-        event = self.proto.Event(wall_time=time.time(), **content)
-        self.records.write(event.SerializeToString())
-        self.file.flush()
+        values = [self.summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self.add(step=step, summary=self.summary(value=values))

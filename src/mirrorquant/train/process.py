@@ -12,7 +12,7 @@ import torch
 
 from mirrorquant.train.config import Config
 
-__all__ = ["Clock", "Stop", "settings", "signals"]
+__all__ = ["Clock", "settings", "signals"]
 
 
 @contextmanager
@@ -34,21 +34,15 @@ def settings(config: Config, device: torch.device) -> Iterator[None]:
         torch.backends.cudnn.benchmark = benchmark
 
 
-class Stop:
-    """The number of the signal that asked the run to stop; 0 while none did."""
-
-    number = 0
-
-
 @contextmanager
-def signals() -> Iterator[Stop]:
-    """Turns SIGINT and SIGTERM into a request to stop after the iteration; a second one interrupts at once."""
-    stop = Stop()
+def signals() -> Iterator[list[int]]:
+    """Yields a list that gets the number of a SIGINT or SIGTERM, to stop by; a second one interrupts at once."""
+    stop: list[int] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
-        if stop.number:
+        if stop:
             raise KeyboardInterrupt
-        stop.number = number
+        stop.append(number)
 
     try:
         old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -65,18 +59,17 @@ class Clock:
     """Seconds of a run since its start, over all resumes, and those of them that did not go into training."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.began = device, time.monotonic()
         self.aside = {"startup": 0.0, "validation": 0.0, "checkpoints": 0.0}
-        self.start(0.0)
-
-    def start(self, seconds: float) -> None:
-        """Goes on after so many seconds."""
-        self.began = time.monotonic() - seconds
 
     @property
     def seconds(self) -> float:
-        """All seconds so far."""
+        """All seconds so far; set it to go on after so many."""
         return time.monotonic() - self.began
+
+    @seconds.setter
+    def seconds(self, seconds: float) -> None:
+        self.began = time.monotonic() - seconds
 
     @contextmanager
     def apart(self, what: str) -> Iterator[None]:

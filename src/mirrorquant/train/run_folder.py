@@ -9,8 +9,8 @@ folder of a run?
 
 from __future__ import annotations
 
-import json
 import os
+import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -89,36 +89,20 @@ class RunFolder:
         """The configuration."""
         return Config.load(self.path / "config.json")
 
-    def write_config(self, config: Config) -> None:
-        """Writes the configuration."""
-        self._write("config.json", config.text())
-
-    @property
-    def metrics_file(self) -> Path:
-        """Where the metrics are."""
-        return self.path / "metrics.jsonl"
-
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of the metrics so far."""
-        return read_metrics(self.metrics_file)
+        return read_metrics(self.path / "metrics.jsonl")
 
     def summary(self) -> dict[str, Any]:
         """The summary of a run that has ended."""
+        path = self.path / "summary.json"
         try:
-            content = _files.parse_json(_files.read_regular(self.path / "summary.json"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise RunError(
-                f"{self.path / 'summary.json'} cannot be read: the run has not ended, or was altered"
-            ) from error
-        if not isinstance(content, dict):
-            raise RunError(f"{self.path / 'summary.json'} holds no summary")
-        return content
+            return dict(_files.parse_json(_files.read_regular(path)))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise RunError(f"{path} cannot be read: the run has not ended, or was altered") from error
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Writes the summary."""
-        self._write("summary.json", json.dumps(summary, indent=1) + "\n")
-
-    def _write(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str) -> None:
+        """Writes a text file, which appears whole or not at all."""
         _files.write_atomically(self.path / name, text.encode(), CheckpointError)
 
     # Networks.
@@ -128,9 +112,10 @@ class RunFolder:
         try:
             checkpoint.save(self.path / CHECKPOINT[0], state)
         except CheckpointError as error:
+            remedy = f"Free some space and continue with --resume {shlex.quote(str(self.path))}"
             if not self.path.is_dir():
-                raise RunError(f"{error}. It was removed or renamed while the run went on: start again") from error
-            raise RunError(f"{error}. Free some space and continue with --resume {self.path}") from error
+                remedy = "It was removed or renamed while the run went on: start again"
+            raise RunError(f"{error}. {remedy}") from error
 
     def newest_checkpoint(
         self, say: Callable[[str], None], use: Callable[[dict[str, Any]], None]
@@ -138,12 +123,6 @@ class RunFolder:
         """The newest checkpoint that ``use`` could take, which raises for one that does not fit; None without any."""
         paths = [path for name in CHECKPOINT for path in checkpoint.spares(self.path / name)]
         return checkpoint.load_newest(paths, say, use)
-
-    def write_best(self, model: nn.Module, config: Config, images: dict[str, Any]) -> Path:
-        """Writes the best rounded network, with the number of classes and the shape of its images."""
-        path = self.path / BEST[0]
-        checkpoint.save(path, {"model": model.state_dict(), "config": config.text(), "images": images})
-        return path
 
     def best(self) -> Best:
         """The best rounded network of the run."""

@@ -37,37 +37,24 @@ class RecipeError(ConfigError):
 def names() -> list[str]:
     """Names of all recipes, sorted.
 
-    Example:
-        >>> from mirrorquant.train import recipes
-        >>> [name for name in recipes.names() if name.startswith("cifar100/mobilenetv2")]
-        ['cifar100/mobilenetv2/binary/bc', 'cifar100/mobilenetv2/binary/md-softmax-s',
-         'cifar100/mobilenetv2/binary/md-tanh-s', 'cifar100/mobilenetv2/ref']
+    >>> [name for name in names() if name.startswith("cifar100/mobilenetv2")]
+    ['cifar100/mobilenetv2/binary/bc', 'cifar100/mobilenetv2/binary/md-softmax-s',
+     'cifar100/mobilenetv2/binary/md-tanh-s', 'cifar100/mobilenetv2/ref']
     """
     return sorted(_recipes())
 
 
 def get(name: str) -> dict[str, Any]:
-    """The recipe of that name, without what has its default.
+    """The recipe of that name: a fresh dictionary, without the keys that have their defaults.
 
-    Args:
-        name: one of :func:`names`.
-
-    Returns:
-        A fresh dictionary, the caller's to change; its keys are those of this module's documentation.
-
-    Raises:
-        RecipeError: there is no such recipe.
-
-    Example:
-        >>> from mirrorquant.train import recipes
-        >>> recipe = recipes.get("cifar10/resnet18/binary/md-tanh-s")
-        >>> recipe["lr"], recipe["beta_scale"], recipe["beta_interval"], recipe["paper"]
-        (0.001, 1.02, 200, 93.18)
-        >>> recipes.get("cifar10/resnet18/md-tanh-s")
-        Traceback (most recent call last):
-        ...
-        mirrorquant.train.recipes.RecipeError: no recipe 'cifar10/resnet18/md-tanh-s'; did you mean
-        'cifar10/...md-tanh-s'? ...
+    >>> recipe = get("cifar10/resnet18/binary/md-tanh-s")
+    >>> recipe["lr"], recipe["beta_scale"], recipe["beta_interval"], recipe["paper"]
+    (0.001, 1.02, 200, 93.18)
+    >>> get("cifar10/resnet18/md-tanh-s")
+    Traceback (most recent call last):
+    ...
+    mirrorquant.train.recipes.RecipeError: no recipe 'cifar10/resnet18/md-tanh-s'; did you mean
+    'cifar10/...md-tanh-s'? ...
     """
     recipes = _recipes()
     if name not in recipes:
