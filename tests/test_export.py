@@ -236,6 +236,9 @@ def test_other_architectures_are_packed_saved_loaded_and_exported_at_one_bit_per
     agree(loaded(x), model, x)
     mq.export(loaded, tmp_path / "net.onnx", x.shape[1:], dtype=x.dtype)
     agree(torch.from_numpy(in_onnx_runtime(tmp_path / "net.onnx", x)), model, x)
+    if make is Block:
+        mq.export(loaded, tmp_path / "net.xml", x.shape[1:], to="openvino", dtype=x.dtype)
+        agree(torch.from_numpy(in_openvino(tmp_path / "net.xml", x)), model, x)
     count = sum(model.get_parameter(name).numel() for name in matrices)
     rest = sum(tensor.nbytes for name, tensor in model.state_dict().items() if name not in matrices)
     rows = read(tmp_path / "net.safetensors").rows()

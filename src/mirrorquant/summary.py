@@ -22,6 +22,7 @@ from mirrorquant._text import printable
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.packing import Contents, PackedTensor, PackError, file
 from mirrorquant.packing.bits import off_level
+from mirrorquant.packing.metadata import about_of
 from mirrorquant.packing.model import Entry
 
 __all__ = ["Row", "Summary", "summary"]
@@ -109,9 +110,9 @@ def summary(what: nn.Module | MirrorDescent | Contents) -> Summary:
         return Summary(_rows(what.entries, {}), what.size)
     if not isinstance(what, nn.Module):
         raise PackError(f"what is a {type(what).__name__}, expected a model, an optimizer or a packed file")
-    plain, entries = file.stored(what, check=False)
+    plain, entries = file.stored(what, finalized=False)
     reasons = dict.fromkeys((name for name, _ in plain.named_buffers()), "it is a buffer")
-    return Summary(_rows(entries, reasons), len(file.content(plain, entries, file.about_of(what))))
+    return Summary(_rows(entries, reasons), len(file.content(plain, entries, about_of(what))))
 
 
 def _rows(entries: Mapping[str, Entry], reasons: Mapping[str, str]) -> list[Row]:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from mirrorquant.packing.bits import PackedTensor, PackError
-from mirrorquant.packing.file import about_of, about_text, stored
+from mirrorquant.packing.file import stored
+from mirrorquant.packing.metadata import about_of, about_text
 from mirrorquant.packing.model import Entry, filled
 
 __all__ = ["FORMATS", "export"]

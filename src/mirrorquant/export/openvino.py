@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mirrorquant import _files
 from mirrorquant.levels import BINARY
 from mirrorquant.packing.bits import PackedTensor, PackError, layout, unpack_bits
-from mirrorquant.packing.file import read_about
+from mirrorquant.packing.metadata import read_about
 
 try:
     import numpy as np

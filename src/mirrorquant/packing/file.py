@@ -13,11 +13,10 @@ can recompute it, so compare ``sha256sum`` with a value that you trust.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, TensorSpec, serialize
@@ -28,6 +27,7 @@ from mirrorquant import _files, models
 from mirrorquant._version import __version__
 from mirrorquant.levels import Levels
 from mirrorquant.packing.bits import MOST_LEVELS, PackedTensor, PackError, count_planes, layout, unpack_bits
+from mirrorquant.packing.metadata import InvalidError, about_of, check, from_json, to_json, typed
 from mirrorquant.packing.model import Entry, PackedModel, assemble, entries_of, skeleton, state
 from mirrorquant.select import unwrapped
 
@@ -36,12 +36,8 @@ __all__ = ["Contents", "load", "read", "save"]
 FORMAT = 2  # format 1 had the digest in a metadata entry of its own
 BITS = "plane j holds bit j of the level's number; one row per output channel; the first weight is in the lowest bit"
 _BLANK = "0" * 64
-_MOST_TEXT = 1 << 24
-_MOST_DEEP = 32
 _CHECKPOINTS = (b"PK\x03\x04", b"mirrorquant checkpoint ")  # how files of torch.save begin, and a run's old *.mq
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
-
-T = TypeVar("T")
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], *, about: dict[str, Any] | None = None) -> None:
@@ -90,7 +86,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, fuse: 
     try:
         plain = _build(contents.architecture) if model is None else _emptied(unwrapped(model))
         entries = contents.entries_for(plain)
-    except _InvalidError as error:
+    except InvalidError as error:
         raise PackError(f"{path}: {error}") from error
     packed = assemble(plain, entries, fuse=fuse)
     vars(packed)["about"] = contents.about
@@ -110,7 +106,7 @@ def read(path: str | os.PathLike[str]) -> Contents:
         )
     try:
         return _contents(Path(path), content)
-    except _InvalidError as error:
+    except InvalidError as error:
         raise PackError(f"{path}: {error}") from error
 
 
@@ -140,12 +136,12 @@ class Contents:
         wanted = dict(state(plain))
         for name in sorted(self.entries.keys() ^ wanted.keys()):
             where = "the file has, and the model lacks" if name in self.entries else "the model has, and the file lacks"
-            raise _InvalidError(f"it belongs to another model than {type(plain).__name__}: {where}, {name}")
+            raise InvalidError(f"it belongs to another model than {type(plain).__name__}: {where}, {name}")
         for name, tensor in wanted.items():
             found, expected = self.entries[name], list(tensor.shape)
             same = list(found.shape) == expected
-            _check(same, f"{name} has the shape {list(found.shape)}, but the model's is {expected}")
-            _check(found.dtype == tensor.dtype, f"{name} is {found.dtype}, but the model's is {tensor.dtype}")
+            check(same, f"{name} has the shape {list(found.shape)}, but the model's is {expected}")
+            check(found.dtype == tensor.dtype, f"{name} is {found.dtype}, but the model's is {tensor.dtype}")
         return {name: self.entries[name] for name in wanted}
 
 
@@ -160,39 +156,16 @@ def row(name: str, entry: Entry) -> dict[str, Any]:
     return {**told, "scaled": scaled, "bytes": size, "float_bytes": count * item}
 
 
-def about_of(model: nn.Module, about: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The metadata of a model: the caller's, or else that of the file it was loaded from."""
-    if not isinstance(about, dict | None):
-        raise PackError(f"about is {about!r}, expected a dictionary")
-    if about is not None:
-        return about
-    model = unwrapped(model)
-    return dict(vars(model).get("about", {})) if isinstance(model, PackedModel) else {}
-
-
-def about_text(about: dict[str, Any]) -> str:
-    """The metadata of a model, as JSON for the files of other runtimes."""
-    return _text({"about": about})
-
-
-def read_about(text: str) -> dict[str, Any]:
-    """The metadata from a text by ``about_text``; empty if the text is something else."""
-    try:
-        return _typed(_json(text, "description").get("about"), dict, "about")
-    except _InvalidError:
-        return {}
-
-
 # Writing.
 
 
-def stored(model: nn.Module, *, check: bool = True) -> tuple[nn.Module, dict[str, Entry]]:
+def stored(model: nn.Module, *, finalized: bool = True) -> tuple[nn.Module, dict[str, Entry]]:
     """A plain or packed model as a file stores it: its structure, and its tensors as bits or as they are.
 
-    Without ``check``, a plain model need not be finalized.
+    A plain model must be ``finalized``, or this raises an error.
     """
     model = unwrapped(model)
-    if check and not isinstance(model, PackedModel):
+    if finalized and not isinstance(model, PackedModel):
         return model, entries_of(model, None, stored=True)
     plain = model.plain if isinstance(model, PackedModel) else model
     entries: dict[str, Entry] = model.entries() if isinstance(model, PackedModel) else dict(state(model))
@@ -225,7 +198,7 @@ def content(plain: nn.Module, entries: dict[str, Entry], about: dict[str, Any]) 
             packed[name]["scale"] = f"{name}.scale"
     told: dict[str, Any] = {"sha256": _BLANK, "format": FORMAT, "library": __version__}
     told |= {"architecture": _identified(plain), "bits": BITS, "packed": packed, "about": about}
-    return _container(tensors, _text(told))
+    return _container(tensors, to_json(told))
 
 
 def _identified(plain: nn.Module) -> dict[str, Any] | None:
@@ -252,133 +225,84 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _text(value: dict[str, Any]) -> str:
-    """The description as JSON in ASCII that can be read back."""
-    try:
-        text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-        _json(text, "text")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise PackError(f"about is {value['about']!r}, expected what JSON can hold ({error})") from error
-    if len(text) > _MOST_TEXT:
-        raise PackError(f"the metadata have {len(text):,} characters, but at most {_MOST_TEXT:,} can be stored")
-    return text
-
-
 # Reading.
 
 
-class _InvalidError(ValueError):
-    """A problem in a file."""
-
-
-def _check(right: bool, problem: str) -> None:
-    if not right:
-        raise _InvalidError(problem)
-
-
-def _typed(value: Any, kind: type[T], what: str) -> T:
-    if not isinstance(value, kind):
-        raise _InvalidError(f"its {what} is {value!r:.60}, expected {'an object' if kind is dict else 'a string'}")
-    return value
-
-
 def _contents(path: Path, content: bytes) -> Contents:
-    header = _json(content[8 : 8 + int.from_bytes(content[:8], "little")], "header")
-    metadata = _typed(header.get("__metadata__", {}), dict, "metadata")
-    _check("mirrorquant" in metadata, "it is a safetensors file, but not a packed model, which mq.save writes")
-    told = _json(_typed(metadata["mirrorquant"], str, "description"), "description")
+    header = from_json(content[8 : 8 + int.from_bytes(content[:8], "little")], "header")
+    metadata = typed(header.get("__metadata__", {}), dict, "metadata")
+    check("mirrorquant" in metadata, "it is a safetensors file, but not a packed model, which mq.save writes")
+    told = from_json(typed(metadata["mirrorquant"], str, "description"), "description")
     digest = told.get("sha256", metadata.get("sha256"))
     before, _, after = content.partition(str(digest or None).encode())
     found = hashlib.sha256(before + _BLANK.encode() + after).hexdigest()
-    _check(found == digest, "it is damaged or was modified: its SHA-256 does not match its content")
+    check(found == digest, "it is damaged or was modified: its SHA-256 does not match its content")
     version = told.get("format")
     known = type(version) is int and 1 <= version <= FORMAT
-    _check(known, f"its format is {version!r:.60}, but mirrorquant {__version__} reads formats up to {FORMAT}")
+    check(known, f"its format is {version!r:.60}, but mirrorquant {__version__} reads formats up to {FORMAT}")
     try:
         tensors = container.load(content)
     except (SafetensorError, KeyError, AssertionError) as error:
-        raise _InvalidError(f"safetensors cannot read it ({error})") from error
+        raise InvalidError(f"safetensors cannot read it ({error})") from error
     entries: dict[str, Entry] = {}
-    for name, value in _typed(told.get("packed"), dict, "packed").items():
-        entries[name] = _packed(name, _typed(value, dict, name), tensors)
+    for name, value in typed(told.get("packed"), dict, "packed").items():
+        entries[name] = _packed(name, typed(value, dict, name), tensors)
     scales = {f"{name}.scale" for name, entry in entries.items() if cast(PackedTensor, entry).scale is not None}
     for name in (name for name in header if name in tensors.keys() - entries - scales):
         entries[name] = tensors[name]
         flags = tensors[name].view(torch.uint8) if tensors[name].dtype == torch.bool else torch.empty(0)
-        _check(not bool((flags > 1).any()), f"{name} is boolean, but holds other bytes than 0 and 1")
+        check(not bool((flags > 1).any()), f"{name} is boolean, but holds other bytes than 0 and 1")
     return Contents(
         path=path,
         size=len(content),
         sha256=hashlib.sha256(content).hexdigest(),
-        library=_typed(told.get("library"), str, "library"),
+        library=typed(told.get("library"), str, "library"),
         architecture=_architecture(told.get("architecture")),
-        about=_typed(told.get("about"), dict, "about"),
+        about=typed(told.get("about"), dict, "about"),
         entries=entries,
     )
-
-
-def _json(text: bytes | str, what: str) -> dict[str, Any]:
-    """An object in JSON, in UTF-8 if it is bytes, without repeated keys, lone surrogates or infinite numbers."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        _check(len(dict(pairs)) == len(pairs), "a key occurs twice")
-        return dict(pairs)
-
-    try:
-        content = json.loads(text.decode() if isinstance(text, bytes) else text, object_pairs_hook=unique)
-        json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
-        depth = _depth(content)
-    except (ValueError, RecursionError) as error:
-        raise _InvalidError(f"its {what} is not valid JSON ({error})") from error
-    _check(depth <= _MOST_DEEP, f"its {what} is nested more than {_MOST_DEEP} deep")
-    return _typed(content, dict, what)
-
-
-def _depth(content: Any) -> int:
-    inner = content.values() if isinstance(content, dict) else content
-    return 1 + max(map(_depth, inner), default=0) if isinstance(content, dict | list) else 0
 
 
 def _packed(name: str, entry: dict[str, Any], tensors: dict[str, Tensor]) -> PackedTensor:
     """A tensor from its bits, after its description was checked against them."""
     shape, numbers, dtype = entry.get("shape"), entry.get("levels"), _float_dtype(entry.get("dtype"), name)
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape) or len(shape) > 16:
-        raise _InvalidError(f"the shape of {name} is {shape!r:.60}, expected a list of sizes")
+        raise InvalidError(f"the shape of {name} is {shape!r:.60}, expected a list of sizes")
     if not isinstance(numbers, list) or not all(type(n) in (int, float) for n in numbers) or len(numbers) > MOST_LEVELS:
-        raise _InvalidError(f"the levels of {name} are {numbers!r:.60}, expected 2 to {MOST_LEVELS} numbers")
+        raise InvalidError(f"the levels of {name} are {numbers!r:.60}, expected 2 to {MOST_LEVELS} numbers")
     try:
         levels = Levels(*numbers)
     except (ValueError, OverflowError) as error:
-        raise _InvalidError(f"{name}: {error}") from error
+        raise InvalidError(f"{name}: {error}") from error
     exact = torch.tensor(levels, dtype=dtype).tolist() == list(levels)
-    _check(exact, f"the levels of {name} are {numbers!r:.60}, which {dtype} cannot hold")
+    check(exact, f"the levels of {name} are {numbers!r:.60}, which {dtype} cannot hold")
     rows, row = layout(shape)
     planes, expected = tensors.get(name), (count_planes(levels), rows, -(-row // 8))
     if planes is None or planes.dtype != torch.uint8 or planes.shape != expected:
-        raise _InvalidError(f"the bits of {name} are missing, or not U8 {list(expected)}")
+        raise InvalidError(f"the bits of {name} are missing, or not U8 {list(expected)}")
     codes = unpack_bits(planes, 8 * planes.shape[2])
-    _check(not bool((codes[:, row:] != 0).any()), f"{name} has bits beyond the end of a row")
+    check(not bool((codes[:, row:] != 0).any()), f"{name} has bits beyond the end of a row")
     most = int(codes.max()) if codes.numel() else 0
-    _check(most < len(levels), f"{name} has level number {most}, but only {len(levels)} levels")
+    check(most < len(levels), f"{name} has level number {most}, but only {len(levels)} levels")
     scale = tensors.get(f"{name}.scale") if "scale" in entry else None
     if "scale" in entry and (scale is None or scale.dtype != dtype or scale.shape not in ((1,), (rows,))):
-        raise _InvalidError(f"the scale of {name} is missing, or not {dtype} [{rows}]")
+        raise InvalidError(f"the scale of {name} is missing, or not {dtype} [{rows}]")
     return PackedTensor(planes, shape, levels, scale, dtype)
 
 
 def _float_dtype(name: Any, what: str) -> torch.dtype:
-    _check(name in _FLOATS, f"{what} is {name!r:.60}, expected one of {', '.join(_FLOATS)}")
+    check(name in _FLOATS, f"{what} is {name!r:.60}, expected one of {', '.join(_FLOATS)}")
     return cast(torch.dtype, getattr(torch, name))
 
 
 def _architecture(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
-    entry = _typed(value, dict, "architecture")
-    name, options = entry.get("name"), _typed(entry.get("options"), dict, "architecture's options")
-    _check(name in models.names(), f"its architecture is {name!r:.60}, expected one of {', '.join(models.names())}")
+    entry = typed(value, dict, "architecture")
+    name, options = entry.get("name"), typed(entry.get("options"), dict, "architecture's options")
+    check(name in models.names(), f"its architecture is {name!r:.60}, expected one of {', '.join(models.names())}")
     right = all(type(n) is bool or (type(n) is int and 0 < n < 1 << 31) for n in options.values())
-    _check(right, f"its architecture has the options {options!r:.60}, expected sizes and switches")
+    check(right, f"its architecture has the options {options!r:.60}, expected sizes and switches")
     _float_dtype(entry.get("dtype"), "its architecture")
     return {"name": name, "options": options, "dtype": entry["dtype"]}
 
@@ -389,13 +313,13 @@ def _architecture(value: Any) -> dict[str, Any] | None:
 def _build(architecture: dict[str, Any] | None) -> nn.Module:
     """A model of this library on the meta device, where a wrong size takes no memory."""
     if architecture is None:
-        raise _InvalidError("it holds a model that is not from this library: pass one of the same structure, model=...")
+        raise InvalidError("it holds a model that is not from this library: pass one of the same structure, model=...")
     name, options = architecture["name"], architecture["options"]
     try:
         with torch.device("meta"):
             return models.build(name, **options).to(getattr(torch, architecture["dtype"]))
     except (RuntimeError, ValueError, TypeError, ArithmeticError) as error:
-        raise _InvalidError(f"{name} cannot be built with {options} ({str(error).splitlines()[0]:.200})") from error
+        raise InvalidError(f"{name} cannot be built with {options} ({str(error).splitlines()[0]:.200})") from error
 
 
 def _emptied(model: nn.Module) -> nn.Module:
@@ -405,5 +329,5 @@ def _emptied(model: nn.Module) -> nn.Module:
     saved = dict(state(model))
     for name, buffer in model.named_buffers():
         known = name in saved or not buffer.is_meta
-        _check(known, f"{name} is a buffer that is not saved and has no numbers: build the model on a real device")
+        check(known, f"{name} is a buffer that is not saved and has no numbers: build the model on a real device")
     return skeleton(model)
