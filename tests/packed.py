@@ -6,6 +6,7 @@ import json
 import random
 import re
 import struct
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import mirrorquant as mq
-from mirrorquant.packing import PackedConv2d, PackedLinear
+from mirrorquant.packing import PackedConv2d, PackedLinear, fuse
 
 SHAPES = {"digitsnet": (1, 8, 8), "mobilenetv2": (3, 32, 32), "resnet18": (3, 32, 32), "vgg16": (3, 32, 32)}
 
@@ -54,6 +55,26 @@ def same_state(a, b):
 def held_as_bits(packed):
     """The names of the layers whose weights a packed model holds as bits, whatever they compute with."""
     return [name for name, m in packed.network.named_modules() if isinstance(m, (PackedConv2d, PackedLinear))]
+
+
+@contextmanager
+def compiled_graphs():
+    """Collects the graphs of the packed models that are compiled meanwhile, each as the names of what it calls."""
+    graphs, rewrite = [], fuse.fuse
+
+    def spy(graph):
+        rewrite(graph)
+        graphs.append([_called(node) for node in graph.nodes if node.op.startswith("call")])
+
+    fuse.fuse = spy
+    try:
+        yield graphs
+    finally:
+        fuse.fuse = rewrite
+
+
+def _called(node):
+    return str(getattr(node.target, "__name__", node.target)).split(".")[0]
 
 
 # Rounding.

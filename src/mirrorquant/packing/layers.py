@@ -26,14 +26,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 
-from mirrorquant.levels import BINARY
 from mirrorquant.packing import kernels
 from mirrorquant.packing.bits import PackedTensor, PackError
 
 __all__ = ["PackedConv2d", "PackedLinear", "bits_pay"]
 
-Norm = nn.BatchNorm1d | nn.BatchNorm2d
 _FEWEST_WEIGHTS = 1 << 16  # of a linear layer: 256 x 256
 _FEWEST_CHANNELS = (8, 16)  # that go into a group of a convolution, and come out
 
@@ -59,59 +58,39 @@ class _PackedLayer(nn.Module):
     """What the two have in common: bits, a bias, and the scale and shift of the kernels' last step.
 
     A layer with ``floats`` computes with floats, which it unpacks once; its state is bits all the same.
-
-    In a traced network a layer is called with ``fused=True``: then it does the work of the batch norm that follows it
-    and of the sign that precedes it, too. Called by itself it is the layer alone. While it is ``traced`` its weight and
-    bias cannot be had as floats: these would be constants of the graph, which nothing moves, casts or loads.
     """
 
     prepared: Tensor
     gain: Tensor | None
     shift: Tensor | None
-    fused_gain: Tensor | None
-    fused_shift: Tensor | None
     bias_float: Tensor | None
-    norm: tuple[Norm, ...] = ()  # in a tuple, since it is another module's child
     activation = "float32"
-    after_sign = False
     floats = False
-    traced = False
     groups = 1
 
     def __init__(self, weight: PackedTensor, bias: PackedTensor | Tensor | None) -> None:
         super().__init__()
-        self.weight_bits = weight
+        self.weight_bits, self.shape, self.levels = weight, tuple(weight.shape), tuple(weight.levels)
         self.bias_bits = bias if isinstance(bias, PackedTensor) else None
         self.register_buffer("bias_float", bias if isinstance(bias, Tensor) else None)
-        for name in ("prepared", "gain", "shift", "fused_gain", "fused_shift"):
+        for name in ("prepared", "gain", "shift"):
             self.register_buffer(name, None, persistent=False)
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
-        self._weight: dict[str, Any] = {"shape": tuple(weight.shape)}
         self._unpacked: dict[str, tuple[Tensor, int | None]] = {}
-        self._folded: tuple[Tensor, Tensor] | None = None
 
     def _prepare(self) -> None:
         """Lays the weight out as the kernels read it."""
-        bits = self.weight_bits
-        self._weight["levels"] = tuple(bits.levels)
-        if bits.planes.device.type != "meta":
-            self.prepared = kernels.prepare(bits.codes(), tuple(bits.levels), self.groups)
+        self.levels = tuple(self.weight_bits.levels)
+        if self.weight_bits.planes.device.type != "meta":
+            self.prepared = kernels.prepare(self.weight_bits.codes(), self.levels, self.groups)
 
     def refresh(self) -> None:
-        """Makes scales and shifts anew from the state."""
-        self._unpacked, self._folded = {}, None
-        bits = self.weight_bits
-        if bits.planes.device.type == "meta":
-            return
-        bias = self.bias
-        gain = None if bits.scale is None else bits.scale.double()
-        shift = None if bias is None else bias.double()
-        self.gain, self.shift = self._vector(gain), self._vector(shift)
-        for norm in self.norm:
-            gain, shift = _folded(norm, gain, shift)
-        self.fused_gain, self.fused_shift = self._vector(gain), self._vector(shift)
-        if self.floats:
-            self._float_tensors(True, bits.dtype)
+        """Makes scale and shift from the state again."""
+        self._unpacked = {}
+        if self.weight_bits.planes.device.type != "meta":
+            self.gain, self.shift = self._vector(self.weight_bits.scale), self._vector(self.bias)
+            if self.floats:
+                self._floats("weight", self.weight_bits)
 
     def use_floats(self) -> None:
         """Has the layer compute with floats from now on."""
@@ -132,45 +111,15 @@ class _PackedLayer(nn.Module):
         return self.bias_float if self.bias_bits is None else self._floats("bias", self.bias_bits)
 
     def _floats(self, name: str, bits: PackedTensor) -> Tensor:
-        if self.traced:
-            raise PackError("it uses the weight or bias of a packed layer apart from the layer")
         kept = self._unpacked.get(name)
-        if kept is None or _version(kept[0]) not in (None, kept[1]):  # it is not for others to change
+        if kept is None or _version(kept[0]) not in (None, kept[1]):  # others must not change it
             tensor = bits.unpack()
             kept = self._unpacked[name] = (tensor, _version(tensor))
         return kept[0]
 
-    @property
-    def on_bits(self) -> bool:
-        """Whether the layer computes with bits: without ``floats``, or where it took over a sign."""
-        return self.after_sign or not self.floats
-
-    def _float_tensors(self, fused: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias as floats, with the batch norm that was taken over if ``fused``."""
-        if not fused or not self.norm:
-            bias = self.bias
-            return self.weight.to(dtype), None if bias is None else bias.to(dtype)
-        if self._folded is None or self._folded[0].dtype != dtype:
-            (norm,) = self.norm
-            slope, shift = _folded(norm, None, None if self.bias is None else self.bias.double())
-            weight = self.weight_bits.unpack().double() * slope.reshape(-1, *[1] * (len(self.weight_bits.shape) - 1))
-            self._folded = weight.to(dtype), shift.to(dtype)
-        return self._folded
-
-    def fold(self, norm: Norm) -> None:
-        """Takes over the work of a batch norm that follows, with the statistics that it has collected."""
-        self.norm = (norm,)
-        self.refresh()
-
-    def part(self) -> None:
-        """Gives back what the layer took over."""
-        self.norm, self.after_sign = (), False
-        self.refresh()
-
-    def take_sign(self) -> bool:
-        """Takes over the sign that precedes the layer; False where its levels do not allow it."""
-        self.after_sign = self.weight_bits.levels == BINARY
-        return self.after_sign
+    def _float_tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        bias = self.bias
+        return self.weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> _PackedLayer:
         bits = self.weight_bits
@@ -178,18 +127,15 @@ class _PackedLayer(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if (bits.planes.device, bits.levels) != before:
             self._prepare()
-        here = bits.planes.device
-        if all(norm.running_var is not None and norm.running_var.device == here for norm in self.norm):
-            self.refresh()  # otherwise the norm is on its way: the model refreshes in the end
+        self.refresh()
         return self
 
     def extra_repr(self) -> str:
-        activation = f"activation={'binary' if self.after_sign else self.activation}"
-        return activation if self.on_bits else f"{activation}, computed with floats"
+        return f"activation={self.activation}{', computed with floats' if self.floats else ''}"
 
 
 class PackedConv2d(_PackedLayer):
-    """A ``Conv2d`` on bits; ``residual`` is added to its output and ``relu`` applied after that, in one go."""
+    """A ``Conv2d`` on bits."""
 
     channels_last = False  # as the weight was
 
@@ -209,8 +155,6 @@ class PackedConv2d(_PackedLayer):
         self.padding, self.padding_mode = padding, padding_mode
         self.out_channels, self.in_channels = weight.shape[0], weight.shape[1] * groups
         self.kernel_size = tuple(weight.shape[2:])
-        self._pads = pads(padding, weight.shape[2:], dilation)
-        self._weight |= {"stride": stride, "dilation": dilation, "groups": groups}
         self._prepare()
         self.refresh()
 
@@ -230,57 +174,34 @@ class PackedConv2d(_PackedLayer):
             groups=layer.groups,
             padding_mode=layer.padding_mode,
         )
-        packed.channels_last = _is_channels_last(layer.weight)
+        packed.channels_last = suggest_memory_format(layer.weight) is torch.channels_last
         return packed
 
-    def forward(
-        self, input: Tensor, residual: Any = None, relu: bool = False, *, fused: bool = False, layout: bool = True
-    ) -> Tensor:
-        """The convolution of a batch of images, or of one image; arguments go by the names that ``Conv2d`` has.
-
-        With ``layout`` the result lies in memory as that of ``Conv2d`` does, so that a view of it is a view there, too.
-        """
-        x = input
-        _refuse_gradient(x)
-        if x.dim() == 3:
-            residual = residual[None] if isinstance(residual, Tensor) else residual
-            y: Tensor = self(x[None], residual, relu, fused=fused, layout=layout)[0]
+    def forward(self, input: Tensor) -> Tensor:
+        """The convolution of a batch of images, or of one image, in the memory layout of the result of ``Conv2d``."""
+        _refuse_gradient(input)
+        if input.dim() == 3:
+            y: Tensor = self(input[None])[0]
             return y
-        y = self._convolved(x, residual, relu, fused)
-        return _laid_out(y, self.channels_last or _is_channels_last(x)) if layout else y
-
-    def _convolved(self, x: Tensor, residual: Any, relu: bool, fused: bool) -> Tensor:
-        activation = "binary" if fused and self.after_sign else "float32"
-        images, (left, right, top, bottom) = x, self._pads
+        x, (left, right, top, bottom) = input, pads(self.padding, self.kernel_size, self.dilation)
         padding = (top, left)
-        if self.padding_mode != "zeros":
-            images, padding = F.pad(images, self._pads, mode=self.padding_mode), (0, 0)
-        elif left != right or top != bottom:
-            images = BINARY.nearest(images) if activation == "binary" else images  # a padded zero is no sign
-            images, padding, activation = F.pad(images, self._pads), (0, 0), "float32"
-        if self.floats and activation == "float32":
-            weight, bias = self._float_tensors(fused, x.dtype)
-            y = F.conv2d(images, weight, bias, self.stride, padding, self.dilation, self.groups)
-            return _finish(y, residual, relu)
-        fits = residual is None or _like(residual, self._output_shape(x), x.dtype)
-        y = kernels.conv2d(
-            images,
+        if self.padding_mode != "zeros" or left != right or top != bottom:
+            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+            x, padding = F.pad(x, (left, right, top, bottom), mode=mode), (0, 0)
+        if self.floats:
+            return F.conv2d(x, *self._float_tensors(x.dtype), self.stride, padding, self.dilation, self.groups)
+        return kernels.conv2d(
+            x.contiguous(memory_format=torch.channels_last) if self.channels_last else x,
             self.prepared,
-            **self._weight,
+            shape=self.shape,
+            levels=self.levels,
+            scale=self.gain,
+            shift=self.shift,
+            stride=self.stride,
             padding=padding,
-            scale=self.fused_gain if fused else self.gain,
-            shift=self.fused_shift if fused else self.shift,
-            residual=residual if fits else None,
-            relu=relu and fits,
-            activation=activation,
+            dilation=self.dilation,
+            groups=self.groups,
         )
-        return y if fits else _finish(y, residual, relu)
-
-    def _output_shape(self, x: Tensor) -> tuple[int, ...]:
-        outputs, _, *kernel = self.weight_bits.shape
-        left, right, top, bottom = self._pads
-        sizes = zip(x.shape[2:], (top + bottom, left + right), kernel, self.stride, self.dilation, strict=True)
-        return (x.shape[0], outputs, *((n + pad - d * (k - 1) - 1) // s + 1 for n, pad, k, s, d in sizes))
 
     def extra_repr(self) -> str:
         told = f"stride={self.stride}, padding={self.padding}, dilation={self.dilation}, groups={self.groups}"
@@ -289,7 +210,7 @@ class PackedConv2d(_PackedLayer):
 
 
 class PackedLinear(_PackedLayer):
-    """A ``Linear`` on bits; ``residual`` is added to its output and ``relu`` applied after that, in one go.
+    """A ``Linear`` on bits.
 
     With ``int8`` each row of the input is quantized to 8 bits, which is faster and no longer exact.
     """
@@ -315,36 +236,20 @@ class PackedLinear(_PackedLayer):
             weight, bias = _tensors(layer)
         return cls(weight, bias, int8=int8)
 
-    def forward(
-        self, input: Tensor, residual: Any = None, relu: bool = False, *, fused: bool = False, layout: bool = True
-    ) -> Tensor:
-        """The product for each row of the input; arguments go by the names that ``Linear`` has."""
-        x = input
-        _refuse_gradient(x)
-        norms = self.norm if fused and x.dim() != 2 else ()  # over another axis than the rows that the kernel scales
-        folded = fused and not norms
-        activation = "binary" if fused and self.after_sign else self.activation
-        if self.floats and activation == "float32":
-            y = F.linear(x, *self._float_tensors(folded, x.dtype))
-            for norm in norms:
-                y = norm(y)
-            return _finish(y, residual, relu)
-        outputs = self._weight["shape"][0]
-        fits = residual is None or _like(residual, (*x.shape[:-1], outputs), x.dtype)
-        fits = fits and not norms
-        y = kernels.linear(
-            x,
+    def forward(self, input: Tensor) -> Tensor:
+        """The product for each row of the input."""
+        _refuse_gradient(input)
+        if self.floats and self.activation == "float32":
+            return F.linear(input, *self._float_tensors(input.dtype))
+        return kernels.linear(
+            input,
             self.prepared,
-            **self._weight,
-            scale=self.fused_gain if folded else self.gain,
-            shift=self.fused_shift if folded else self.shift,
-            residual=residual if fits else None,
-            relu=relu and fits,
-            activation=activation,
+            shape=self.shape,
+            levels=self.levels,
+            scale=self.gain,
+            shift=self.shift,
+            activation=self.activation,
         )
-        for norm in norms:
-            y = norm(y)
-        return y if fits else _finish(y, residual, relu)
 
 
 def _after_loading(layer: nn.Module, keys: Any) -> None:
@@ -369,50 +274,6 @@ def _tensors(layer: nn.Conv2d | nn.Linear) -> tuple[PackedTensor, PackedTensor |
         raise PackError(f"the weights of {layer} are not quantized: call `opt.finalize()` first")
     bias = None if layer.bias is None else PackedTensor.of(layer.bias) or layer.bias.detach().clone()
     return weight, bias
-
-
-def _folded(norm: Norm, gain: Tensor | None, shift: Tensor | None) -> tuple[Tensor, Tensor]:
-    """norm(gain * y + shift) as one scale and shift of y, in float64."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    slope = (norm.running_var.double() + norm.eps).rsqrt()
-    slope = slope if norm.weight is None else slope * norm.weight.detach().double()
-    centre = -norm.running_mean.double() if shift is None else shift - norm.running_mean.double()
-    moved = centre * slope
-    moved = moved if norm.bias is None else moved + norm.bias.detach().double()
-    return slope if gain is None else gain * slope, moved
-
-
-def _like(residual: Any, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether the kernel can add it: a tensor like the result, and not one to broadcast, or a number."""
-    return isinstance(residual, Tensor) and residual.dtype == dtype and residual.shape == shape
-
-
-def _is_channels_last(x: Tensor) -> bool:
-    """Whether torch takes a batch of images for channels_last, which for some sizes and slices strides alone decide."""
-    least, (sizes, strides) = 0, (x.shape, x.stride())
-    for d in (1, 3, 2, 0):
-        if sizes[d] == 0 or strides[d] < (1 if d == 1 else least) or (d == 0 and least == strides[1]):
-            return False
-        least = strides[d] * sizes[d]
-    return True
-
-
-def _laid_out(y: Tensor, channels_last: bool) -> Tensor:
-    """The images in this layout: themselves, where they are."""
-    _, c, h, w = y.shape
-    strides = (c * h * w, 1, w * c, c) if channels_last else (c * h * w, h * w, w, 1)
-    if y.stride() == strides or y.numel() == 0:
-        return y
-    if all(n == 1 or a == b for n, a, b in zip(y.shape, y.stride(), strides, strict=True)):
-        return y.as_strided(y.shape, strides)
-    return torch.empty_strided(y.shape, strides, dtype=y.dtype, device=y.device).copy_(y)
-
-
-def _finish(y: Tensor, residual: Any, relu: bool) -> Tensor:
-    """What the kernel could not do at once."""
-    y = y if residual is None else y + residual
-    return torch.relu_(y) if relu else y
 
 
 def _pair(values: Any) -> tuple[int, int]:

@@ -1,26 +1,26 @@
 """Packed models: a network whose convolution and linear layers run on the bits of their weights.
 
 A packed model keeps the state of the model that it was made from, in bits where that is on levels and unchanged
-elsewhere, so ``unpack`` gives the very model back. How it *runs* is another matter: where the network can be traced,
-each packed layer takes over the batch norm, the addition and the ReLU that follow it, and the sign that precedes it.
+elsewhere, so ``unpack`` returns the same model. It runs compiled: each packed layer also does the work of the batch
+norm, the addition and the ReLU that follow it, and of the sign that precedes it.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mirrorquant import _owners
 from mirrorquant.levels import Levels
 from mirrorquant.packing.bits import PackedTensor, PackError, off_level
-from mirrorquant.packing.fusion import Fusion, fusion_of
+from mirrorquant.packing.fuse import compiled
 from mirrorquant.packing.layers import PackedConv2d, PackedLinear, bits_pay
-from mirrorquant.packing.trace import hooked
 from mirrorquant.select import Pattern, _listed, _matching, _names, unwrapped
 
 __all__ = ["PackedModel", "pack", "unpack"]
@@ -48,14 +48,16 @@ def pack(
 
     Args:
         model: the model, after ``MirrorDescent.finalize()``. It is left alone.
-        levels: what the weights of every such layer are on; a weight that is not is refused, with its name and value.
+        levels: those of the weights of every such layer; a weight with another value raises an error that names it.
             By default the levels of each layer are read off its weights: at most 16 values, each a thousandth of the
             largest or more away from the next. Layers that have more values stay in float; a weight that an optimizer
             has not finalized raises an error.
         skip: patterns of the layers that stay in float, as in :func:`mirrorquant.split`.
-        fuse: whether packed layers take over batch norm, addition and ReLU that follow them. A model whose ``forward``
-            cannot be traced runs without that, and a warning says why: it branches on values of tensors, keeps state
-            from call to call, or draws random numbers, for example.
+        fuse: whether packed layers take over the batch norm, addition and ReLU that follow them, by ``torch.compile``.
+            The first call compiles the model, in 2 to 3 seconds for a ResNet-18; so does the first call with another
+            batch size, after which any batch size runs. Whatever ``forward`` depends on may change: then the next call
+            compiles again. A model that branches on values of tensors is compiled in pieces, and one that torch cannot
+            compile runs without fusion after a warning.
         int8: whether linear layers quantize their inputs to 8 bits, row by row: faster, and no longer exact.
 
     Returns:
@@ -106,60 +108,49 @@ class PackedModel(nn.Module):
     """A network on bits, in ``eval`` mode; made by :func:`pack` or :func:`mirrorquant.load`.
 
     ``network`` is the model with packed layers in the places of its own; ``plain`` is the model itself without numbers
-    (on the meta device), ``fused`` says whether the layers took over what surrounds them. Where they did, calls with
-    the arguments that have no default, all of them tensors, run on the traced graph. All other calls, and all calls
-    after something that ``forward`` reads was changed, run the network's own ``forward``. Two kinds of change
-    go unseen: those through ``tensor.data``, which torch does not count, and those after ``torch.compile`` has compiled
-    the model.
+    (on the meta device). ``fused`` says whether ``network`` is compiled, so that its layers do the work of what
+    surrounds them; ``network`` itself can always be called, too. Changes through ``tensor.data``, which torch does not
+    count, go unnoticed by batch norms that were compiled.
     """
 
     plain: nn.Module
-    graph: fx.GraphModule | None
-    _fusion: Fusion | None
+    fused: bool
+    _run: Callable[..., Any] | None
 
     def __init__(self, network: nn.Module, plain: nn.Module, *, fuse: bool) -> None:
         super().__init__()
         self.network = network.eval()
         # Not registered: it has no numbers.
         self.__dict__["plain"] = plain
-        self.training = False
-        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
-        self._fuse(fuse)
-
-    def _fuse(self, fuse: bool) -> None:
-        fusion = fusion_of(self.network) if fuse else None
-        # Not registered: the graph shares its modules with the network.
-        self.__dict__.update(_fusion=fusion, graph=None if fusion is None else fusion.module())
+        self.training, self.fused, self._run = False, fuse and bool(self.layers()), None
 
     @torch.no_grad()
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """What the plain model returns in ``eval`` mode, without a gradient."""
-        fusion = self._fusion
-        if fusion is None or self.graph is None or options or not fusion.takes(inputs):
+        if not self.fused or torch.compiler.is_compiling():
             return self.network(*inputs, **options)
-        state = fusion.state()
-        if state == "moved":
-            self._refresh()
-        elif state == "changed":
-            return self.network(*inputs)
-        return self.graph(*inputs) if fusion.layout else self.graph(*map(_channels_last, inputs))
-
-    @property
-    def fused(self) -> bool:
-        """Whether the layers took over the batch norms, additions and activations around them."""
-        return self.graph is not None
+        if self._run is None:
+            self._run = compiled(self.network)
+        try:
+            return self._run(*inputs, **options)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            result = self.network(*inputs, **options)  # raises the error of the network itself, if it has one
+            self.fused = False
+            reason = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])
+            warnings.warn(
+                f"{type(self.network).__name__} runs packed, but batch norms and additions are not folded into its "
+                f"layers, because torch cannot compile it: {reason}. Pass fuse=False to accept that",
+                stacklevel=2,
+            )
+            return result
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the graph, which is made anew."""
-        return {**self.__dict__, "graph": None, "_fusion": self.fused}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_fusion": None})  # type: ignore[no-untyped-call]
-        self._fuse(bool(state["_fusion"]))
+        """Without what was compiled."""
+        return {**self.__dict__, "_run": None}
 
     def layers(self) -> list[str]:
         """The names of the layers that run on bits."""
-        return [name for name, module in self.network.named_modules() if isinstance(module, _PACKED) and module.on_bits]
+        return [name for name, layer in self.network.named_modules() if isinstance(layer, _PACKED) and not layer.floats]
 
     def entries(self) -> dict[str, Entry]:
         """Each tensor of the plain model's state by its name: as bits, or as it is."""
@@ -187,26 +178,7 @@ class PackedModel(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         cast = {name: tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype) for name, tensor in state(self.plain)}
         self.__dict__["plain"] = filled(self.plain, cast)
-        self._refresh()
         return self
-
-    def _refresh(self) -> None:
-        for module in self.network.modules():
-            if isinstance(module, _PACKED):
-                module.refresh()
-        if self._fusion is not None:  # whose graph refers to parameters of the network by themselves, too
-            self.__dict__["graph"] = self._fusion.module()
-
-
-def _channels_last(value: Any) -> Any:
-    """Images as the kernels like them best."""
-    images = isinstance(value, Tensor) and value.dim() == 4 and value.is_floating_point()
-    return value.contiguous(memory_format=torch.channels_last) if images else value
-
-
-def _after_loading(model: nn.Module, keys: Any) -> None:
-    assert isinstance(model, PackedModel)
-    model._refresh()
 
 
 # A model apart from its numbers.
@@ -373,7 +345,7 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
     names = {id(tensor): name for name, tensor in state(plain)}
     layers: dict[str, PackedConv2d | PackedLinear] = {}
     for path, module in plain.named_modules():
-        if type(module) not in _LAYERS or hooked(module):
+        if type(module) not in _LAYERS or _altered(module):
             continue
         weight, bias = (entries.get(names.get(id(getattr(module, name)), "")) for name in ("weight", "bias"))
         if isinstance(weight, PackedTensor) and weight.planes.numel():
@@ -391,6 +363,11 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
             tensors[name] = entry.unpack()
     network = _with_layers(plain, tensors, layers).eval()
     return PackedModel(network, plain, fuse=fuse and not isinstance(network, _PACKED))
+
+
+def _altered(module: nn.Module) -> bool:
+    """Whether a module has a forward hook, or a forward that is not of its class."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
 def _read_by_torch(plain: nn.Module, path: str) -> bool:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 
 from mirrorquant.levels import BINARY
 from mirrorquant.packing.kernels import fallback, gpu, native
@@ -46,15 +47,21 @@ def conv2d_now(
     dilation: Sequence[int],
     groups: int,
     activation: str,
+    layout: bool = True,
 ) -> Tensor:
-    """The operator's implementation; autocast does not apply, on any path."""
+    """The operator's implementation; autocast does not apply, on any path.
+
+    Without ``layout`` the result may lie in memory in any way: mostly in channels_last.
+    """
     x, prepared, scale, shift, residual = admit_all(x, prepared, scale, shift, residual)
     if torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
             return conv2d_now(
-                x, prepared, shape, levels, scale, shift, residual, relu, stride, padding, dilation, groups, activation
+                *(x, prepared, shape, levels, scale, shift, residual, relu, stride, padding, dilation, groups),
+                activation,
+                layout,
             )
-    format_ = memory_format(x)
+    format_ = suggest_memory_format(x) if layout else torch.preserve_format
     plan = _plan(x, shape, levels, relu, stride, padding, dilation, groups, activation)
     check_epilogue(x, plan.size, shape[0], scale, shift, residual)
     if plan.layer is not None:
@@ -63,7 +70,7 @@ def conv2d_now(
             residual = residual.contiguous(memory_format=torch.channels_last)
         y = x.new_empty_strided(plan.size, plan.strides)
         if _run(plan, plan.layer, inner, prepared, scale, shift, residual, y):
-            return y.contiguous(memory_format=format_)
+            return _laid_out(y, format_)
     y = fallback.apply(
         x,
         weight(prepared, shape, levels, groups),
@@ -78,7 +85,7 @@ def conv2d_now(
         groups=groups,
         activation=activation,
     )
-    return y.contiguous(memory_format=format_)
+    return _laid_out(y, format_)
 
 
 def linear_now(
@@ -278,7 +285,7 @@ def _conv2d_fake(
     check_devices(x, prepared, scale, shift, residual)
     size = conv2d_size(x, shape, stride, padding, dilation, groups, activation)
     check_epilogue(x, size, shape[0], scale, shift, residual)
-    return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
+    return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=suggest_memory_format(x))
 
 
 def _linear_fake(
@@ -298,10 +305,10 @@ def _linear_fake(
     return x.new_empty(size)
 
 
-def memory_format(x: Tensor) -> torch.memory_format:
-    """channels_last for a channels_last input, else contiguous."""
-    last = x.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if last else torch.contiguous_format
+def _laid_out(y: Tensor, format_: torch.memory_format) -> Tensor:
+    """The result with the strides of this format: itself, where it has them."""
+    other = y if format_ is torch.preserve_format else torch.empty_like(y, memory_format=format_)
+    return y if y.stride() == other.stride() else other.copy_(y)
 
 
 def conv2d_size(
