@@ -229,28 +229,28 @@ class Run:
         with self.clock.apart("checkpoints"):
             if diagnosis.has_nan(self.task.opt):  # a graph does not look at its gradients
                 raise self._diverged(self.step)
-            self.folder.write_checkpoint(self._state(self.settled, seconds))
+            self.engine.sync()
+            self.folder.write_checkpoint(self._state(seconds, self.engine.losses))
 
-    def _state(self, task: Task, seconds: float) -> dict[str, Any]:
-        state = {
+    def _state(self, seconds: float, losses: Tensor) -> dict[str, Any]:
+        """Everything that the run needs to go on."""
+        cuda = self.task.device.type == "cuda"
+        return {
             "step": self.step,
             "logged": self.logged,
             "seconds": seconds,
             "best_step": self.best_step,
             "best_accuracy": self.best_accuracy,
             "best": self.best,
-            "losses": self.engine.losses,
+            "losses": losses,
             "aside": self.clock.aside,
-            "model": task.model.state_dict(),
-            "optimizer": task.opt.state_dict(),
+            "model": self.task.model.state_dict(),
+            "optimizer": self.task.opt.state_dict(),
             "rng": torch.get_rng_state(),
+            **({"cuda_rng": torch.cuda.get_rng_state(self.task.device)} if cuda else {}),
+            "metrics": self.metrics.seal() if self.metrics is not None else {"bytes": 0, "sha256": ""},
             "config": self.config.text(),
         }
-        if self.metrics is not None:
-            state["metrics"] = self.metrics.seal()
-        if task.device.type == "cuda":
-            state["cuda_rng"] = torch.cuda.get_rng_state(task.device)
-        return state
 
     def _restore(self) -> None:
         """Goes on from the newest checkpoint, if there is one."""
@@ -286,27 +286,20 @@ class Run:
         if "cuda_rng" in state and task.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], task.device)
 
-    def _check(self, state: dict[str, Any]) -> None:
-        """Raises ValueError unless the run can go on from a state."""
-        checkpoint.number(state, "step", int, 0, self.config.training.iterations)
-        checkpoint.number(state, "best_step", int, -1, state["step"])
-        checkpoint.number({"logged": 0, **state}, "logged", int, 0, state["step"])
-        checkpoint.number(state, "best_accuracy", float, -1, 100)
-        for name, seconds in {"seconds": state.get("seconds"), **state.get("aside", {})}.items():
-            checkpoint.number({name: seconds}, name, float, 0, 1e12)
-        seal = state.get("metrics", {"bytes": 0, "sha256": ""})
-        checkpoint.fits(seal, {"bytes": 0, "sha256": ""}, "metrics")
-        checkpoint.number(seal, "bytes", int, 0, 1 << 60)
-        model, buffers = self._fresh["model"], dict(self.task.model.named_buffers())
-        for name, expected in {**self._fresh, "best": model if state["best_step"] >= 0 else {}}.items():
-            checkpoint.fits(state.get(name), expected, name, buffers)
-
     @functools.cached_property
     def _fresh(self) -> dict[str, Any]:
         """The state of the run before its first step, which all later ones resemble."""
-        model = copy.deepcopy(self.task.model.state_dict())
-        opt, losses = copy.deepcopy(self.task.opt.state_dict()), torch.zeros(())
-        return {"losses": losses, "rng": torch.get_rng_state(), "model": model, "optimizer": opt}
+        return copy.deepcopy(self._state(0.0, torch.zeros(())))
+
+    def _check(self, state: dict[str, Any]) -> None:
+        """Raises ValueError unless the run can go on from a state; some keys came after version 0.1."""
+        later, buffers = ("logged", "aside", "metrics", "cuda_rng"), dict(self.task.model.named_buffers())
+        for name, expected in self._fresh.items():
+            if name == "best" and state["best_step"] >= 0:
+                expected = self._fresh["model"]
+            checkpoint.fits(state.get(name, expected if name in later else None), expected, name, buffers)
+        if not state["best_step"] <= state["step"] <= self.config.training.iterations or state["best_accuracy"] > 100:
+            raise ValueError(f"step is {state['step']} and best_step {state['best_step']}, which cannot be")
 
     def _config_of(self, state: dict[str, Any]) -> Config:
         return Config.parse(state["config"], self.folder.path / "checkpoint.pt")

@@ -180,13 +180,10 @@ def _check_best(state: dict[str, Any]) -> None:
         raise ValueError("its model is not a dictionary of tensors")
     if not isinstance(config, str):
         raise ValueError(f"its config is {checkpoint.shown(config)}, expected a string")
-    if images is None:
-        return
-    if not isinstance(images, dict) or not isinstance(images.get("shape"), list) or not images["shape"]:
-        raise ValueError(f"its images are {checkpoint.shown(images)}, expected classes and shape")
-    sizes = {"classes": images.get("classes"), **{f"shape {i}": size for i, size in enumerate(images["shape"])}}
-    for name in sizes:
-        checkpoint.number(sizes, name, int, 1, 1 << 20)
+    if images is not None:
+        sizes = [images["classes"], *images["shape"]] if isinstance(images, dict) and images.get("shape") else []
+        if len(sizes) < 2 or not all(type(size) is int and 0 < size <= 1 << 20 for size in sizes):
+            raise ValueError(f"its images are {images!s:.60}, expected a number of classes and a shape")
 
 
 def _images(config: Config) -> dict[str, Any]:
