@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_train import config, end_of, signalled
 
+import mirrorquant as mq
 from mirrorquant import schedules
 from mirrorquant.cli import main
 from mirrorquant.train import Config, ConfigError, Interrupted, Run, RunFolder, build
@@ -107,8 +108,14 @@ def test_the_command_line_resumes_with_other_logging(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["config"]["log_every"] == 3
 
 
-def test_files_of_a_run_open_with_torch_alone(tmp_path):
-    Run(config(), tmp_path / "run", quiet=True).train()
+def test_files_of_a_run_open_with_torch_alone_and_with_the_library(tmp_path):
+    summary = mq.train.Run(config(), tmp_path / "run", quiet=True).train()
+    folder = mq.train.RunFolder(str(tmp_path / "run"))
+    assert folder.summary() == json.loads(json.dumps(summary))
+    assert [line["step"] for line in folder.metrics() if line["kind"] == "val"] == [10, 20, 30, 40]
+    best = folder.best()
+    assert best.off_levels == []
+    assert best.model(torch.zeros(1, *best.images["shape"])).shape == (1, 10)
     for name in ("checkpoint.pt", "checkpoint.pt.previous", "best.pt"):
         state = torch.load(tmp_path / "run" / name, weights_only=True)
         assert all(isinstance(tensor, torch.Tensor) for tensor in state["model"].values())

@@ -5,7 +5,7 @@ Implements "Mirror Descent View for Neural Network Quantization" (Ajanthan, Gupt
 one bit a weight.
 """
 
-from mirrorquant import methods, mirrors, models, nn, schedules, theory
+from mirrorquant import methods, mirrors, models, nn, schedules, theory, train
 from mirrorquant._version import __version__
 from mirrorquant.calibration import recalibrate
 from mirrorquant.export import export
@@ -44,5 +44,6 @@ __all__ = [
     "split",
     "summary",
     "theory",
+    "train",
     "unpack",
 ]
