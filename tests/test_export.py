@@ -236,9 +236,6 @@ def test_other_architectures_are_packed_saved_loaded_and_exported_at_one_bit_per
     agree(loaded(x), model, x)
     mq.export(loaded, tmp_path / "net.onnx", x.shape[1:], dtype=x.dtype)
     agree(torch.from_numpy(in_onnx_runtime(tmp_path / "net.onnx", x)), model, x)
-    if make is Block:
-        mq.export(loaded, tmp_path / "net.xml", x.shape[1:], to="openvino", dtype=x.dtype)
-        agree(torch.from_numpy(in_openvino(tmp_path / "net.xml", x)), model, x)
     count = sum(model.get_parameter(name).numel() for name in matrices)
     rest = sum(tensor.nbytes for name, tensor in model.state_dict().items() if name not in matrices)
     rows = read(tmp_path / "net.safetensors").rows()
@@ -304,7 +301,7 @@ def test_a_file_that_a_runtime_computes_wrongly_is_not_written(tmp_path):
     """The CPU plugin of OpenVINO counts what lies beyond the padding, too."""
     model, x = on_levels(Pools(nn.AvgPool2d(3, 2, 1, ceil_mode=True))), torch.randn(2, 3, 8, 8)
     assert close(export_and_run(model, tmp_path, "onnx", x), model, x)
-    with pytest.raises(PackError, match=r"^Pools cannot be exported: OpenVINO computes something else from the file$"):
+    with pytest.raises(PackError, match=r"^Pools cannot be exported .*: OpenVINO computes something else"):
         export_and_run(model, tmp_path, "openvino", x)
     assert [path.name for path in tmp_path.iterdir()] == ["net.onnx"]
 
@@ -484,6 +481,15 @@ class Fixed(nn.Module):
         return self.fc(x)[:2] * torch.ones(2, 8) if len(x) == 2 else self.fc(x)
 
 
+class Unknown(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.special.airy_ai(self.fc(x))
+
+
 class Two(nn.Module):
     def __init__(self):
         super().__init__()
@@ -524,6 +530,8 @@ def test_a_model_that_cannot_be_exported_is_rejected_with_the_reason(tmp_path):
             mq.export(on_levels(model), path, (8,))
     with pytest.raises(PackError, match=r"Fixed cannot be exported with inputs of \[8\]"):
         mq.export(on_levels(Fixed()), path, (8,))
+    with pytest.raises(PackError, match=r"Unknown cannot be exported with inputs of \[8\]: .*airy_ai"):
+        mq.export(on_levels(Unknown()), path, (8,))
     with pytest.raises(PackError, match="could not be written"):
         mq.export(on_levels(Noisy(False)), tmp_path / "no" / "net.onnx", (8,))
     assert not path.exists()

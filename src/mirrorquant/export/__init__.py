@@ -82,10 +82,22 @@ def export(
     network.eval().requires_grad_(False)
     packed = _packed(network, entries) if bits else {}
     exported: onnx.OnnxModel | openvino.OpenVinoModel
-    content = onnx.convert(_traced(network, _inputs(2, shape, dtype)), packed, text)
-    exported = onnx.OnnxModel(content) if to == "onnx" else openvino.convert(content, packed, text)
-    _verify(network, _inputs(3, shape, dtype), exported)
+    try:
+        content = onnx.convert(_traced(network, _inputs(2, shape, dtype)), packed, text)
+        exported = onnx.OnnxModel(content) if to == "onnx" else openvino.convert(content, packed, text)
+        _verify(network, _inputs(3, shape, dtype), exported)
+    except Exception as error:
+        told = f"{type(network).__name__} cannot be exported with inputs of {list(shape)}"
+        raise PackError(f"{told}: {reason(error)}") from error
     exported.save(target)
+
+
+def reason(error: BaseException) -> str:
+    """The line of a runtime's message that says what is wrong, from the error that caused the others."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if not line.startswith("Exception from ")), type(error).__name__)
 
 
 def _whole(entry: Entry) -> Tensor:
@@ -111,18 +123,13 @@ def _inputs(batch: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def _traced(network: nn.Module, x: Tensor) -> torch.export.ExportedProgram:
     """The network as torch.export traces it, with a batch of any size."""
-    try:
-        y, again = network(x.clone()), network(x.clone())
-        if not isinstance(y, Tensor):
-            raise PackError(f"it returns a {type(y).__name__}, expected one tensor")
-        if not torch.allclose(y, again, rtol=0, atol=0, equal_nan=True):
-            raise PackError("two calls with the same input differ, because forward draws random numbers or keeps state")
-        with quiet():
-            return torch.export.export(network, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        told = f"{type(network).__name__} cannot be exported with inputs of {list(x.shape[1:])}: {reason}"
-        raise PackError(told) from error
+    y, again = network(x.clone()), network(x.clone())
+    if not isinstance(y, Tensor):
+        raise PackError(f"it returns a {type(y).__name__}, expected one tensor")
+    if not torch.allclose(y, again, rtol=0, atol=0, equal_nan=True):
+        raise PackError("two calls with the same input differ, because forward draws random numbers or keeps state")
+    with quiet():
+        return torch.export.export(network, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
 
 
 @contextmanager
@@ -146,6 +153,4 @@ def _verify(network: nn.Module, x: Tensor, exported: nn.Module) -> None:
     moved = [network((x + step).to(x.dtype)) - y for step in noise]
     bound = 1e-3 * y.abs().max() + 10 * max(change.abs().max() for change in moved)
     if y.shape != found.shape or not bool(((found - y).abs() <= bound).all() | ~torch.isfinite(y).all()):
-        raise PackError(
-            f"{type(network).__name__} cannot be exported: {exported.runtime} computes something else from the file"
-        )
+        raise PackError(f"{exported.runtime} computes something else from the file")

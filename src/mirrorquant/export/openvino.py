@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mirrorquant import _files
+from mirrorquant.export import reason
 from mirrorquant.levels import BINARY
 from mirrorquant.packing.bits import PackedTensor, PackError, layout, unpack_bits
 from mirrorquant.packing.metadata import read_about
@@ -169,7 +170,7 @@ class OpenVinoModel(nn.Module):
                     _files.open_regular(file).close()  # opening a FIFO would block
                 self.model = self.core.read_model(str(source))
             except Exception as error:
-                raise PackError(f"{source} cannot be read by OpenVINO ({_reason(error)})") from error
+                raise PackError(f"{source} cannot be read by OpenVINO ({reason(error)})") from error
         if len(self.model.inputs) != 1:
             raise PackError(f"{source} takes {len(self.model.inputs)} inputs, expected one, a batch of images")
         place = ["mirrorquant", "about"]
@@ -201,8 +202,8 @@ class OpenVinoModel(nn.Module):
                 self.core.read_model(str(new))  # fails if not everything could be written
                 _replace_pair(new, path, Path(folder) / "old.xml")
         except (OSError, RuntimeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else _reason(error)
-            raise PackError(f"{path} could not be written ({reason}); what was there before is intact") from error
+            problem = error.strerror if isinstance(error, OSError) else reason(error)
+            raise PackError(f"{path} could not be written ({problem}); what was there before is intact") from error
 
 
 def _replace_pair(new: Path, path: Path, aside: Path) -> None:
@@ -225,8 +226,3 @@ def _replace_pair(new: Path, path: Path, aside: Path) -> None:
         for source, target in reversed(done):
             target.rename(source)
         raise
-
-
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
