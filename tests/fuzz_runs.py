@@ -32,9 +32,9 @@ COMMANDS = {
     "checkpoint.pt.previous": ["train"],
     "checkpoint.pt.new": ["train"],
     "metrics.jsonl": ["train", "curves"],
-    "best.pt": ["eval", "pack", "pack-file"],
+    "best.pt": ["eval", "summary", "pack", "pack-file"],
     "config.json": ["train", "eval", "summary", "curves", "pack"],
-    "summary.json": ["summary", "table", "curves", "curves-file"],
+    "summary.json": ["table", "curves", "curves-file"],
     ".lock": ["train"],
 }
 ODD_VALUES = [

@@ -176,23 +176,14 @@ def test_json_is_for_programs(tmp_path, capsys):
     assert sum(row["count"] for row in json.loads(capsys.readouterr().out)) == 11_164_362
 
 
-@pytest.mark.parametrize("text", ["null", "{}", '{"layers": 3}', '{"layers": [{}]}', '{"layers": []}', "[" * 100_000])
-def test_a_summary_that_was_altered_is_refused_in_one_line(text, run_folder, capsys):
-    capsys.readouterr()
-    (run_folder / "summary.json").write_text(text)
-    assert main(["summary", str(run_folder)]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith(f"mirrorquant: {run_folder / 'summary.json'}: ")
-    assert told.count("\n") == 1
-
-
 def test_summary_counts_bits_and_bytes(run_folder, capsys):
     capsys.readouterr()
     assert main(["summary", str(run_folder)]) == 0
     told = capsys.readouterr().out
-    assert "in all 7,029 bytes of weights; in float32 224,936: 32.0 times as much" in told
+    assert "56,234 of 56,557 weights are quantized" in told
+    assert re.search(r"; 10,\d{3} bytes in a file, 226,240 in float32 ", told)
     assert main(["summary", "cifar10/resnet18/binary/pq-star"]) == 0
-    assert " 32 bit:" in capsys.readouterr().out
+    assert re.search(r"^fc\.weight +10x512 +5,120 +32 ", capsys.readouterr().out, re.M)
 
 
 def test_a_run_is_packed_evaluated_summarized_and_exported(run_folder, capsys):
@@ -208,8 +199,8 @@ def test_a_run_is_packed_evaluated_summarized_and_exported(run_folder, capsys):
 
     assert main(["summary", str(packed)]) == 0
     told = capsys.readouterr().out
-    assert re.search(r"conv3\.weight +64x64x3x3 +-1, \+1 +1 +4,608 +147,456", told)
-    assert f"{size:,} bytes on disk" in told
+    assert re.search(r"conv3\.weight +64x64x3x3 +36,864 +-1, 1 +1 +4,608", told)
+    assert f"{size:,} bytes in a file" in told
     assert hashlib.sha256(packed.read_bytes()).hexdigest() in told
     assert main(["summary", str(packed), "--json"]) == 0
     about = json.loads(capsys.readouterr().out)["about"]

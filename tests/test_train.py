@@ -1035,10 +1035,7 @@ def test_names_in_a_run_folder_cannot_steer_the_terminal(finished, tmp_path, cap
         state = checkpoint.load(folder / name)
         state["model"]["\x1b[2Jevil"] = torch.zeros(1)
         checkpoint.save(folder / name, state)  # what was there is now the spare
-    summary = json.loads((folder / "summary.json").read_text())
-    summary["layers"][0]["name"] = "\x1b[2Jevil"
-    (folder / "summary.json").write_text(json.dumps(summary))
-    for command, code in ((["eval"], 1), (["summary"], 0), (["train", "--resume"], 0)):
+    for command, code in ((["eval"], 1), (["summary"], 1), (["train", "--resume"], 0)):
         assert main([*command, str(folder)]) == code
         told = "".join(capsys.readouterr())
         assert r"\x1b[2Jevil" in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import shlex
@@ -19,8 +20,9 @@ from mirrorquant.cli.train import TRUSTED
 from mirrorquant.export import FORMATS
 from mirrorquant.export import export as export_model
 from mirrorquant.health import health
+from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.packing import PackError, kernels
-from mirrorquant.report import RunRecord, labels
+from mirrorquant.summary import summary as summarize
 from mirrorquant.train import Best, Config, ConfigError, build
 from mirrorquant.train.config import MachineKeys
 from mirrorquant.train.evaluate import accuracy, layers
@@ -110,15 +112,12 @@ def _runnable(path: Path, builder: str | None) -> tuple[nn.Module, dict[str, Any
     if path.suffix == PACKED:
         packed = _network(path, builder)
         return packed.model, packed.about, f"run packed: {kernels.describe()}"
+    other: Any
     if path.suffix == ".onnx":
-        from mirrorquant.export.onnx import OnnxModel
-
-        onnx = OnnxModel(path)
-        return onnx, onnx.about, "run by ONNX Runtime"
-    from mirrorquant.export.openvino import OpenVinoModel
-
-    openvino = OpenVinoModel(path)
-    return openvino, openvino.about, "run by OpenVINO in float32"
+        other = importlib.import_module("mirrorquant.export.onnx").OnnxModel(path)
+    else:
+        other = importlib.import_module("mirrorquant.export.openvino").OpenVinoModel(path)
+    return other, other.about, f"run by {other.runtime}"
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -148,11 +147,11 @@ def pack(options: argparse.Namespace) -> None:
     path = _output(options.out, network.folder / f"packed{PACKED}")
     packing.save(network.model, path, about=network.about)
     contents = packing.read(path)
-    full = _float_bytes(contents)
+    size, full = contents.size, summarize(contents).float_bytes
     if options.json:
-        print(json.dumps({"file": str(path), "bytes": contents.size, "float_bytes": full}))
+        print(json.dumps({"file": str(path), "bytes": size, "float_bytes": full}))
         return
-    print(f"wrote {path}: {contents.size:,} bytes; in float32 {full:,}: {full / contents.size:.1f} times as much")
+    print(f"wrote {path}: {size:,} bytes; in float32 {full:,}: {full / size:.1f} times as much")
     file, name = shlex.quote(str(path)), str(network.about.get("data", "NAME"))
     model = f" --model {shlex.quote(str(network.about.get('model', 'MODULE:FUNCTION')))}"
     model *= contents.architecture is None
@@ -184,55 +183,29 @@ def _output(given: Path | None, otherwise: Path) -> Path:
     return given or otherwise
 
 
-def _float_bytes(contents: packing.Contents) -> int:
-    """The size of the same tensors in float32 (and in the types of those that are no floats)."""
-    return sum(row["float_bytes"] for row in contents.rows())
-
-
 def summary(options: argparse.Namespace) -> None:
-    """Counts per bit width, memory, and the float equivalent, of a run, a recipe or a packed file."""
-    if options.what.suffix == PACKED:
-        return _summary_of_file(options.what, options.json)
-    if options.what.is_dir():
-        rows = RunRecord.read(options.what / "summary.json").layers()
+    """Levels, counts, bits and bytes of the best network of a run, of a recipe's or of a packed file's."""
+    path: Path = options.what
+    if path.suffix == PACKED:
+        contents = packing.read(path)
+        found = summarize(contents)
+        about: dict[str, Any] = {"file": str(path), "bytes": found.bytes, "float_bytes": found.float_bytes}
+        about |= {"sha256": contents.sha256, "architecture": contents.architecture, "about": contents.about}
+        text = f"{found}\nsha256 {contents.sha256}"
     else:
-        _refuse_file(options.what, f"the folder of a run, a recipe or a packed *{PACKED}")
-        config = Config.from_recipe(str(options.what))
-        known = data.get(config["data"])
-        model = build.model(config, known.classes or 10, known.shape[0] if known.shape else 3)
-        rows = layers(build.optimizer(config, model, 1))
-    if options.json:
-        print(json.dumps(rows))
-        return
-    print(f"{'parameter':36}{'shape':>20}{'count':>12}{'bits':>6}{'bytes':>12}")
-    for row in rows:
-        size = -(-row["count"] * row["bits"] // 8)
-        print(f"{printable(row['name']):36}{_sizes(row['shape']):>20}{row['count']:12,}{row['bits']:6}{size:12,}")
-    for bits in sorted({row["bits"] for row in rows}):
-        print(f"{bits:3} bit: {sum(row['count'] for row in rows if row['bits'] == bits):12,} parameters")
-    small, full = sum(row["count"] * row["bits"] for row in rows) / 8, sum(row["count"] * 4 for row in rows)
-    print(f"in all {small:,.0f} bytes of weights; in float32 {full:,.0f}: {full / small:.1f} times as much")
+        found, about = summarize(Best.load(path).model if path.is_dir() else _untrained(path)), {}
+        text = str(found)
+    rows = [vars(row) for row in found.rows]
+    print(json.dumps({**about, "tensors": rows} if about else rows) if options.json else text)
 
 
-def _summary_of_file(path: Path, as_json: bool) -> None:
-    contents = packing.read(path)
-    rows, full = contents.rows(), _float_bytes(contents)
-    if as_json:
-        about = {"file": str(path), "bytes": contents.size, "float_bytes": full, "sha256": contents.sha256}
-        print(json.dumps({**about, "architecture": contents.architecture, "about": contents.about, "tensors": rows}))
-        return
-    print(f"{'tensor':36}{'shape':>20}{'levels':>16}{'bits':>6}{'bytes':>12}{'float32':>12}")
-    for row in rows:
-        levels, name = labels.levels(row["levels"]) if row["levels"] else "-", printable(row["name"])
-        sizes = f"{row['bits']:6}{row['bytes']:12,}{row['float_bytes']:12,}"
-        print(f"{name:36}{_sizes(row['shape']):>20}{levels:>16}{sizes}")
-    tensors = sum(row["bytes"] for row in rows)
-    print(f"tensors {tensors:,} bytes, header {contents.size - tensors:,}: {contents.size:,} bytes on disk")
-    print(f"in float32 {full:,} bytes: {full / contents.size:.1f} times as much\nsha256 {contents.sha256}")
-
-
-def _sizes(shape: list[int]) -> str:
-    return "x".join(map(str, shape)) or "1"
+def _untrained(recipe: Path) -> MirrorDescent:
+    """The network of a recipe, in its optimizer."""
+    _refuse_file(recipe, f"the folder of a run, a recipe or a packed *{PACKED}")
+    config = Config.from_recipe(str(recipe))
+    known = data.get(config["data"])
+    model = build.model(config, known.classes or 10, known.shape[0] if known.shape else 3)
+    return build.optimizer(config, model, 1)
 
 
 @dataclass(frozen=True)

@@ -120,13 +120,6 @@ class RunRecord:
             raise RecordError(f"{self.path}: {key} of the summary is {value!r:.60}, {expected}")
         return float(value)
 
-    def layers(self) -> list[dict[str, Any]]:
-        """Name, shape, count and bits of each parameter."""
-        rows = self.summary.get("layers")
-        if not isinstance(rows, list) or not rows or not all(map(_is_layer, rows)):
-            raise RecordError(f"{self.path}: the layers are missing or damaged: the run has not ended, or was altered")
-        return rows
-
     def series(self, kind: str, key: str) -> dict[int, float]:
         """One number by step, where it was recorded and is finite."""
         lines = sorted(getattr(self, kind).items())
@@ -134,12 +127,14 @@ class RunRecord:
 
     def quantizes(self, layer: str) -> bool:
         """Whether a layer is quantized: according to the summary, or to the patterns to skip if there is none yet."""
-        if self.summary.get("layers"):
-            return all(row["bits"] < 32 for row in self.layers() if row["name"] == layer)
+        if self.config["method"] == "ref":
+            return False
+        if isinstance(rows := self.summary.get("layers"), list):
+            floats = [row.get("name") for row in rows if isinstance(row, dict) and row.get("bits") == 32]
+            return layer not in floats
         parts = layer.split(".")
         paths = [".".join(parts[:k]) for k in range(1, len(parts) + 1)]
-        skipped = any(fnmatchcase(path, str(p)) for p in self.config.get("skip") or () for path in paths)
-        return self.config["method"] != "ref" and not skipped
+        return not any(fnmatchcase(path, str(p)) for p in self.config.get("skip") or () for path in paths)
 
     def write_result(self, folder: Path) -> Path:
         """Writes the summary to a folder of results, without the location of this machine's data; returns the file."""
@@ -226,9 +221,3 @@ def _sound(key: str, value: Any) -> bool:
 
 def _numbers(value: Any) -> bool:
     return isinstance(value, list) and len(value) > 0 and all(isinstance(number, int | float) for number in value)
-
-
-def _is_layer(row: Any) -> bool:
-    if not isinstance(row, dict) or not isinstance(row.get("name"), str) or not isinstance(row.get("shape"), list):
-        return False
-    return all(type(size) is int and 0 <= size < 1 << 40 for size in (row.get("count"), row.get("bits"), *row["shape"]))
