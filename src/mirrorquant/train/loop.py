@@ -255,7 +255,7 @@ class Run:
     def _restore(self) -> None:
         """Goes on from the newest checkpoint, if there is one."""
         state, metrics = self.folder.newest_checkpoint(self.say, self._take), self.folder.path / "metrics.jsonl"
-        self.saved, self.clock.seconds = time.monotonic(), state["seconds"] if state else 0.0
+        self.saved, self.clock.seconds = time.monotonic(), 0.0
         if state is None:
             if metrics.exists():
                 self.say(f"there is no checkpoint in {self.folder.path}: starting over")
@@ -266,6 +266,7 @@ class Run:
         self.logged = state.get("logged", self.step - self.step % self._config_of(state)["log_every"])
         self.best = {k: v.to(self.task.device) for k, v in state["best"].items()}
         self.engine.losses.copy_(state["losses"])
+        self.clock.seconds = state["seconds"]
         self.clock.aside |= state.get("aside", {})
         self.seal = state.get("metrics")
         self.say(f"continuing after iteration {self.step}")
