@@ -335,7 +335,7 @@ class Run:
         return summary
 
     def _summary(self, accuracies: dict[str, float], seconds: float, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        config, aside, lines = self.config, self.clock.aside, self.folder.metrics()
+        config, task, aside, lines = self.config, self.task, self.clock.aside, self.folder.metrics()
         training = seconds - sum(aside.values())
         return {
             "recipe": config.origin.recipe or None,
@@ -349,20 +349,19 @@ class Run:
             "aside": {what: round(seconds, 2) for what, seconds in aside.items()},
             "iterations_per_second": round(self.step / max(seconds, 1e-9), 2),
             "training_iterations_per_second": round(self.step / max(training, 1e-9), 2),
-            "versions": versions(self.task.device),
-            "engine": self._speed(),
+            "versions": versions(task.device),
+            "engine": {
+                "engine": self.engine.name,
+                "precision": str(task.dtype).removeprefix("torch."),
+                "compile": task.compile,
+                "channels_last": task.channels_last,
+                "cuda_bytes": torch.cuda.max_memory_allocated(task.device) if task.device.type == "cuda" else 0,
+            },
             "curve": [[line["step"], round(line["accuracy"], 3)] for line in lines if line["kind"] == "val"],
             "loss_curve": [[line["step"], round(line["loss"], 5)] for line in lines if line["kind"] == "train"],
             "parameters": count_parameters(rows),
             "layers": rows,
         }
-
-    def _speed(self) -> dict[str, Any]:
-        """What was chosen for speed, and the memory that it took."""
-        task = self.task
-        chosen = {"engine": self.engine.name, "precision": str(task.dtype).removeprefix("torch.")}
-        peak = torch.cuda.max_memory_allocated(task.device) if task.device.type == "cuda" else 0
-        return {**chosen, "compile": task.compile, "channels_last": task.channels_last, "cuda_bytes": peak}
 
 
 def versions(device: torch.device) -> dict[str, str]:
