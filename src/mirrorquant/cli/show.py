@@ -20,14 +20,15 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     sub = command("recipes", show_recipes, "list recipes, or show one", "cifar10/resnet18/ref")
     sub.add_argument("name", nargs="?", default="", help="a recipe, or a part of the names to list")
     command("methods", show_methods, "list the methods", "")
-    sub = command("table", table, "the runs kept as results, a table per task", "--results results", json=False)
+    table = "the runs kept as results, a table per task"
+    sub = command("table", lambda o: print(results_tables(read_results(o.results))), table, "", json=False)
     sub.add_argument("--results", type=Path, default=Path("results"), help="folder of the runs' JSON files")
     sub = command("curves", curves, "training curves as PNG", "runs/A runs/B --out curves.png", json=False)
     sub.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="a run's folder, or its file in results/")
     sub.add_argument("--out", type=Path, default=Path("curves.png"))
     sub = command("plots", projections, "projections, inverses, mirror maps", "--out figures", json=False)
     sub.add_argument("--out", type=Path, default=Path("figures"))
-    command("kernels", show_kernels, "which kernels run packed networks here", "", json=False)
+    command("kernels", lambda _: print(kernels.describe()), "which kernels run packed networks here", "", json=False)
 
 
 def show_recipes(options: argparse.Namespace) -> None:
@@ -51,11 +52,6 @@ def show_methods(options: argparse.Namespace) -> None:
     _print_columns(methods.list(), options.json)
 
 
-def table(options: argparse.Namespace) -> None:
-    """Prints the runs that were kept as results, a table per task."""
-    print(results_tables(read_results(options.results)))
-
-
 def curves(options: argparse.Namespace) -> None:
     """Draws training curves."""
     for folder in options.folders:
@@ -68,11 +64,6 @@ def projections(options: argparse.Namespace) -> None:
     """Draws projections, inverses and mirror maps."""
     for path in plots.projections(options.out):
         print(f"wrote {path}")
-
-
-def show_kernels(options: argparse.Namespace) -> None:
-    """Prints which kernels run packed networks here."""
-    print(kernels.describe())
 
 
 def _print_columns(values: Mapping[str, Any], as_json: bool) -> None:
