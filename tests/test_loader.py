@@ -201,7 +201,7 @@ def test_wrong_arguments_are_refused(change, message):
 def test_wrong_batch_numbers_and_statistics_are_refused():
     with pytest.raises(ValueError, match="k is -1, expected 0 or more"):
         loader().batch(-1)
-    with pytest.raises(ValueError, match="expected 3 each, one a channel"):
+    with pytest.raises(ValueError, match="expected 3 each, one per channel"):
         clean_batches(pictures(), 8, (0.5,), (0.5,))
     with pytest.raises(ValueError, match="batch_size is 0"):
         clean_batches(pictures(), 0, MEAN, STD)

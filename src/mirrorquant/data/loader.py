@@ -104,7 +104,7 @@ class Normalise:
     def __init__(self, images: Images, mean: Sequence[float], std: Sequence[float]) -> None:
         channels = images.shape[0]
         if not len(mean) == len(std) == channels or min(std) <= 0:
-            raise ValueError(f"mean is {mean} and std is {std}, expected {channels} each, one a channel, std above 0")
+            raise ValueError(f"mean is {mean} and std is {std}, expected {channels} each, one per channel, std above 0")
         # Tensors, not numbers: a division by a number is done on a GPU as a multiplication by its reciprocal.
         self.mean, self.std = (
             (torch.tensor(v, dtype=torch.float64) * 255).float().view(-1, 1, 1).to(images.images.device)
