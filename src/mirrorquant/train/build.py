@@ -60,25 +60,21 @@ def optimizer(config: Config, model: nn.Module, batches_per_epoch: int) -> Mirro
         raise ConfigError(
             f"model {config.model.name} has no parameter that requires a gradient: nothing can be trained"
         )
-    skip = config.method.skip
-    try:
-        # The paper quantizes everything in its networks; a custom model may have parts that must stay in float.
-        groups: list[dict[str, Any]] = [{"params": learnt}]
-        if config.method.name != "ref":
-            groups = split(model, skip=skip, everything=":" not in config.model.name)
-    except ValueError as error:
-        which = f"skip is {','.join(skip)}" if skip else f"model {config.model.name}"
-        raise ConfigError(f"{which}: {error}") from error
-    own, options = config.optimizer, {"lr": config.optimizer.lr, "weight_decay": config.optimizer.weight_decay}
-    classes = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    skip, own = config.method.skip, config.optimizer
+    groups: list[dict[str, Any]] = [{"params": learnt}]
+    options: dict[str, Any] = {"lr": own.lr, "weight_decay": own.weight_decay}
     if own.name == "sgd":
         options |= {"momentum": own.momentum, "nesterov": own.nesterov}
     try:
+        if config.method.name != "ref":  # the paper quantizes everything; a custom model may have what must stay float
+            groups = split(model, skip=skip, everything=":" not in config.model.name)
+        classes = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
         base: torch.optim.Optimizer = classes[own.name](groups, **options)
         with unwarned():  # the paper's ternary networks start at zero, by design; a run says how it ended
             return MirrorDescent(base, method=config.build_method(), anneal=config.build_beta(batches_per_epoch))
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        about = f"skip is {','.join(skip)}" if skip else f"model {config.model.name}"
+        raise ConfigError(f"{about}: {error}") from error
 
 
 def objective(config: Config, classes: int, device: torch.device) -> Objective:

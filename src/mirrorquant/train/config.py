@@ -250,17 +250,13 @@ class Config:
         >>> Config().moved(["lr=0.1"])
         Traceback (most recent call last):
         ...
-        mirrorquant.train.config.ConfigError: lr=0.1: a run that is resumed can change device, data_root, threads,
-        engine, log_every, histogram_every, checkpoint_every and no other key; start a new run for that
+        mirrorquant.train.config.ConfigError: lr cannot change when a run resumes, only device, data_root, threads,
+        engine, log_every, histogram_every, checkpoint_every: start a new run
         """
         free = [name for name, each in KEYS.items() if each.section in ("machine", "logging")]
         changed = dict(_parse(text) for text in overrides)
-        for name in changed:
-            if name not in free:
-                raise ConfigError(
-                    f"{name}={changed[name]}: a run that is resumed can change {', '.join(free)} and no other key; "
-                    "start a new run for that"
-                )
+        if other := [name for name in changed if name not in free]:
+            raise ConfigError(f"{other[0]} cannot change when a run resumes, only {', '.join(free)}: start a new run")
         return self.replace(**changed, overrides={**self.origin.overrides, **changed})
 
     @property
@@ -307,15 +303,12 @@ class Config:
         """A configuration from a run's ``config.json``; an altered file raises :class:`ConfigError`."""
         try:
             with _files.open_regular(path) as file:
-                text = file.read(_LONGEST).decode("utf-8")
+                return cls.parse(file.read(_LONGEST), path)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}): is this the folder of a run?") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is damaged ({type(error).__name__}); {_REMEDY}") from error
-        return cls.parse(text, path)
 
     @classmethod
-    def parse(cls, text: str, path: Path) -> Config:
+    def parse(cls, text: str | bytes, path: Path) -> Config:
         """A configuration from the text of such a file, or of a checkpoint; ``path`` is for the messages."""
         try:
             content = json.loads(text)
@@ -417,9 +410,8 @@ def parse_levels(text: str) -> Levels:
     try:
         return Levels(*map(float, text.split(",")))
     except ValueError as error:
-        raise ConfigError(
-            f"levels is {text!r}, but it must be binary, ternary, or numbers like -1,0,1: {error}"
-        ) from error
+        expected = "binary, ternary, or numbers like -1,0,1"
+        raise ConfigError(f"levels is {text!r}, but it must be {expected}: {error}") from error
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -431,14 +423,10 @@ def _is(kind: str, value: Any) -> bool:
     if kind == "list[str]":
         return isinstance(value, list) and all(isinstance(part, str) for part in value)
     if kind == "dict[str, Any]":  # of overrides
-        return isinstance(value, dict) and all(
-            name in _CHANGEABLE and _is(KEYS[name].type, part) for name, part in value.items()
-        )
-    if kind == "bool | None" and value is None:
-        return True
-    if kind.startswith("bool"):
-        return isinstance(value, bool)
-    return type(value) in {"int": (int,), "float": (int, float), "str": (str,)}[kind]
+        known = isinstance(value, dict) and value.keys() <= _CHANGEABLE.keys()
+        return known and all(_is(KEYS[name].type, part) for name, part in value.items())
+    types = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "bool | None": (bool, type(None))}
+    return type(value) in types[kind]
 
 
 def _known(name: str, keys: Mapping[str, Key]) -> Key:
@@ -456,8 +444,7 @@ def _parse(text: str) -> tuple[str, Any]:
     kind = _known(name, _CHANGEABLE).type
     try:
         if kind.startswith("bool"):
-            known = {"true": True, "false": False, "1": True, "0": False}
-            return name, (known if kind == "bool" else {**known, "auto": None})[value.lower()]
+            return name, {"true": True, "1": True, "false": False, "0": False, "auto": None}[value.lower()]
         if kind == "list[str]":
             return name, [part for part in value.split(",") if part]
         return name, {"int": int, "float": float, "str": str}[kind](value)

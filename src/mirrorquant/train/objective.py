@@ -31,13 +31,7 @@ class Objective:
 
     With a teacher, the loss is ``hard_share`` of that plus ``1 - hard_share`` of the Kullback-Leibler divergence from
     the teacher's probabilities, both softened by the temperature T, times T² (so that gradients do not shrink with T).
-
-    Args:
-        label_smoothing: the share of each target that is spread over all classes.
-        logit_scale: a constant factor of the logits.
-        teacher: a network in evaluation mode on the device of the images; no gradient reaches it.
-        temperature: T.
-        hard_share: the weight of the labels beside a teacher.
+    The teacher is a network in evaluation mode on the device of the images; no gradient reaches it.
     """
 
     label_smoothing: float = 0.0

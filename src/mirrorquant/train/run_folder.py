@@ -1,11 +1,4 @@
-"""The folder of a run: its lock, configuration, checkpoints, metrics, best network and summary.
-
->>> RunFolder("runs/nowhere").config()
-Traceback (most recent call last):
-...
-mirrorquant.train.config.ConfigError: runs/nowhere/config.json cannot be read (No such file or directory): is this the
-folder of a run?
-"""
+"""The folder of a run: its lock, configuration, checkpoints, metrics, best network and summary."""
 
 from __future__ import annotations
 
