@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path, help="where the figures are written")
-    parser.add_argument("--methods", nargs="+", default=["bare", *mq.methods.list()])
+    parser.add_argument("--methods", nargs="+", default=["bare", *mq.methods.names()])
     arguments = parser.parse_args()
     report = []
     for kind in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):

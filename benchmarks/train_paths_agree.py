@@ -67,9 +67,8 @@ def take_over(run: Run, leader: Run) -> None:
         for key, value in leader.task.opt.base.state[other].items():
             if key != "step" and value is not None:
                 run.task.opt.base.state[tensor][key].copy_(value)
-    for part in run.engine.fast.parts if run.engine.name == "graph" else []:
-        for name, weight in part.weights.items():
-            weight.detach().copy_(mine[name])
+    for name, weight in run.engine.weights.items() if run.engine.name == "graph" else ():
+        weight.detach().copy_(mine[name])
 
 
 def free(recipe: str, steps: int, overrides: list[str]) -> list[float]:
@@ -84,6 +83,7 @@ def led(recipe: str, steps: int, overrides: list[str], leading: list[str]) -> tu
     with started(recipe, leading) as leader, started(recipe, overrides) as run:
         for _ in range(steps):
             if run.step and run.step % 2 == 0:
+                run.engine.sync()  # moments and latents are views of the engine's own from here on
                 take_over(run, leader)
             found.append(step(run))
             expected.append(step(leader))

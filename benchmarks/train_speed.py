@@ -1,11 +1,13 @@
-"""How fast training is: iterations a second of each path, the optimizer's step alone, and the floor.
+"""How fast training is: iterations per second of each path, the optimizer's step alone, and the floor.
 
     python benchmarks/train_speed.py [--recipe NAME] [--json FILE] [key=value ...]
 
-Needs CUDA. Each path trains the recipe (ResNet-18, batch 128, MD-tanh-S unless told) as ``mirrorquant train`` does,
-with evaluation left out. The optimizers take their steps over ResNet-18's 22 tensors inside a CUDA graph, so that the
-launches of small kernels cost neither side. The floor is the arithmetic of the convolutions at the rate of a large
-bfloat16 matrix product on the same GPU, and for the optimizer the bytes that it must move at the rate of a large copy.
+Needs CUDA. Each path trains the recipe (ResNet-18, batch 128, MD-tanh-S by default) as ``mirrorquant train`` does,
+without evaluation. The graph engine is timed with other optimizers and methods too, among them one that is not the
+library's own, and with the gradients of the weights on the main stream. The optimizers take their steps over
+ResNet-18's 22 tensors inside a CUDA graph, so that the launches of small kernels cost neither side. The floor is the
+arithmetic of the convolutions at the rate of a large bfloat16 matrix product on the same GPU, and for the optimizer the
+bytes that it must move at the rate of a large copy.
 """
 
 import argparse
@@ -13,7 +15,9 @@ import json
 import statistics
 import tempfile
 import time
+import unittest.mock
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -22,8 +26,18 @@ from torch import nn
 from train_paths_agree import PATHS
 
 import mirrorquant as mq
-from mirrorquant.train import Config, Run, build, fast
+from mirrorquant.mirrors import Beta
+from mirrorquant.train import Config, Run, beside, build
+from mirrorquant.train.graph import GraphEngine
 from mirrorquant.train.process import settings
+
+EVERY = {
+    **PATHS,
+    "graph, AdamW": ["engine=graph", "optimizer=adamw", "weight_decay=0.1"],
+    "graph, user-tanh": ["engine=graph", "method=user-tanh"],
+    "graph, MD-softmax-S": ["engine=graph", "method=md-softmax-s"],
+    "graph, one stream": ["engine=graph"],
+}
 
 
 def timed(function: Callable[[], object], repeats: int = 20, rounds: int = 5) -> float:
@@ -79,25 +93,29 @@ def path_speed(recipe: str, overrides: list[str], steps: int) -> dict[str, float
     return {"iterations_per_second": 1 / statistics.median(times), "startup_s": startup, "memory_mib": memory}
 
 
-def optimizer_step(method: str | None) -> float:
-    """Seconds of fused Adam on float32 tensors, or of a method's update as the fast step makes it."""
-    tensors = weights(torch.device("cuda"))
+class UserTanh(mq.Method):
+    """MD-tanh-S as a user would write it."""
+
+    name = "user-tanh"
+
+    def project(self, latent: torch.Tensor, beta: Beta) -> torch.Tensor:
+        return torch.tanh(beta * latent)
+
+
+def optimizer_step(recipe: str, method: str | None, overrides: list[str]) -> float:
+    """Seconds of fused Adam on float32 tensors, or of a method's update in the graph engine."""
     if method is None:
-        return timed(captured(torch.optim.Adam(tensors, lr=1e-3, fused=True, capturable=True).step))
-    named = [(str(i), p) for i, p in enumerate(tensors)]
-    opt = mq.MirrorDescent(torch.optim.Adam([{"params": named}], lr=1e-3), method=method)
-    torch.compiler.reset()
-    update = torch.compile(fast._update, dynamic=False)
-    parts = fast._parts(opt, 0, {p: name for name, p in named}, torch.bfloat16)
-    rows, place = torch.tensor([[0.001, 0.5, 2.0, 2.0, 0.001]], device="cuda"), torch.zeros(1).long().cuda()
-    grads = [[torch.randn_like(w) for w in part.weights.values()] for part in parts]
+        base = torch.optim.Adam(weights(torch.device("cuda")), lr=1e-3, fused=True, capturable=True)
+        return timed(captured(base.step))
+    engine = GraphEngine(build.task(Config.from_recipe(recipe, [*overrides, f"method={method}"])), print)
+    engine._fill_knobs(0)
+    grads = [[torch.randn_like(w) for w in part.weights.values()] for part in engine.moving]
 
     @torch.no_grad()
     def step() -> None:
-        for part, own in zip(parts, grads, strict=True):
-            flat = [fast._flatten(g, like) for g, like in zip(own, part.layout, strict=True)]
-            torch._foreach_copy_(part.grads, flat)
-            update(part.method, part.rule, part.grad, part.latents, part.moments, part.weight, rows, place)
+        for part, own in zip(engine.moving, grads, strict=True):
+            part.take_gradients(own)
+        engine._move()
 
     return timed(captured(step))
 
@@ -135,7 +153,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="cifar10/resnet18/binary/md-tanh-s")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--methods", nargs="+", default=["md-tanh-s", "bc", "gd-tanh", "md-tanh", "md-softmax-s"])
-    parser.add_argument("--paths", nargs="*", default=list(PATHS), choices=list(PATHS))
+    parser.add_argument("--paths", nargs="*", default=list(EVERY), choices=list(EVERY))
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
@@ -152,13 +170,17 @@ def main() -> None:
     print("floor     " + "  ".join(f"{key} {value:.4g}" for key, value in limits.items()))
     report["paths"] = rows = {}
     for path in arguments.paths:
-        rows[path] = path_speed(arguments.recipe, [*PATHS[path], *arguments.overrides], arguments.steps)
-        print(f"{path:9} " + "  ".join(f"{key} {value:.4g}" for key, value in rows[path].items()), flush=True)
+        together = (
+            unittest.mock.patch.object(beside, "convolutions", nullcontext) if "stream" in path else nullcontext()
+        )
+        with together:
+            rows[path] = path_speed(arguments.recipe, [*EVERY[path], *arguments.overrides], arguments.steps)
+        print(f"{path:18} " + "  ".join(f"{key} {value:.4g}" for key, value in rows[path].items()), flush=True)
         keep()
-    adam = optimizer_step(None)
+    adam = optimizer_step(arguments.recipe, None, [])
     report["optimizer_us"] = steps = {"fused adam": 1e6 * adam}
     for method in arguments.methods:
-        steps[method] = 1e6 * optimizer_step(method)
+        steps[method] = 1e6 * optimizer_step(arguments.recipe, method, arguments.overrides)
         keep()
     for method, us in steps.items():
         print(f"step of {method:14} {us:7.1f} us  {us / steps['fused adam']:.2f} x fused Adam")

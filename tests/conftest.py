@@ -10,7 +10,7 @@ from torch import nn
 
 import mirrorquant as mq
 
-METHODS = [name for name in mq.methods.list() if name != "ref"]
+METHODS = [name for name in mq.methods.names() if name != "ref"]
 torch.set_num_threads(1)
 
 # A busy machine is no failure, and on CI every run tries the same examples.

@@ -25,7 +25,7 @@ from mirrorquant.cli import main
 TINY = ["iterations=8", "batch_size=16", "eval_every=2", "log_every=3", "checkpoint_every=2", "width=4"]
 TINY += ["histogram_every=4"]
 OPERATIONS = ("replace", "fsync", "unlink")  # of the module os: those that change or settle what a folder holds
-NAMES = (*methods.list(), "compare")
+NAMES = (*methods.names(), "compare")
 COMPARED = "ref,bc,md-tanh-s"
 
 

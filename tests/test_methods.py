@@ -1,5 +1,6 @@
 """The paper's identities between methods, in float64, and each method's formulas."""
 
+import copy
 import itertools
 import math
 
@@ -45,13 +46,13 @@ def test_primal_and_dual_form_agree_for_constant_beta_over_200_adam_steps():
             path.append(w.detach().clone())
         return torch.stack(path)
 
-    torch.testing.assert_close(run("md-tanh"), run("md-tanh-s"), rtol=0, atol=1e-10)
+    torch.testing.assert_close(run("md-tanh-bounded"), run("md-tanh-s"), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("base", [torch.optim.AdamW, torch.optim.Adam])
 def test_primal_and_dual_form_agree_under_weight_decay(base):
     paths = []
-    for method in ("md-tanh", "md-tanh-s"):
+    for method in ("md-tanh-bounded", "md-tanh-s"):
         w = nn.Parameter(torch.zeros(5, dtype=torch.float64))
         opt = mq.MirrorDescent(base([w], lr=0.01, weight_decay=0.1), method=method, anneal=mq.schedules.constant(BETA))
         for k in range(100):
@@ -63,7 +64,7 @@ def test_primal_and_dual_form_agree_under_weight_decay(base):
 
 def test_the_primal_form_accumulates_beta_k_times_d_k():
     w, levels = nn.Parameter(torch.tensor([0.3], dtype=torch.float64)), Levels(0, 1)
-    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.01), "md-tanh", levels, anneal=mq.schedules.geometric(1.5))
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.01), "md-tanh-bounded", levels, anneal=mq.schedules.geometric(1.5))
     v = 0.3
     for k in range(6):
         w.grad = torch.ones_like(w)
@@ -74,10 +75,12 @@ def test_the_primal_form_accumulates_beta_k_times_d_k():
 
 def test_primal_and_dual_form_differ_once_beta_changes():
     anneal = mq.schedules.geometric(1.02)
-    assert (trajectory("md-tanh", anneal) - trajectory("md-tanh-s", anneal)).abs().max() > 0.01
+    assert (trajectory("md-tanh-bounded", anneal) - trajectory("md-tanh-s", anneal)).abs().max() > 0.01
 
 
-@pytest.mark.parametrize(("lifted", "plain"), [("md-softmax-s", "md-tanh-s"), ("md-softmax", "md-tanh")])
+@pytest.mark.parametrize(
+    ("lifted", "plain"), [("md-softmax-s", "md-tanh-s"), ("md-softmax-bounded", "md-tanh-bounded")]
+)
 def test_softmax_on_two_levels_is_tanh(lifted, plain):
     anneal = mq.schedules.geometric(1.01)
     torch.testing.assert_close(trajectory(lifted, anneal), trajectory(plain, anneal), rtol=0, atol=1e-9)
@@ -92,7 +95,7 @@ def test_a_huge_beta_is_binaryconnects_forward_pass(method):
 
 
 @pytest.mark.parametrize("levels", [BINARY, TERNARY, Levels(-0.5, 0.1, 0.4, 2.0)])
-@pytest.mark.parametrize("name", ["gd-tanh", "pmf"])
+@pytest.mark.parametrize("name", ["gd-tanh", "pmf-exact"])
 def test_gd_tanh_and_pmf_equal_autograd_through_the_projection(name, levels):
     method = methods.get(name, levels)
     weight = torch.randn(5, 3, dtype=torch.float64)
@@ -103,7 +106,7 @@ def test_gd_tanh_and_pmf_equal_autograd_through_the_projection(name, levels):
 
 
 def test_pmf_authors_is_the_jacobian_without_its_diagonal():
-    method = methods.get("pmf-authors", TERNARY)
+    method = methods.get("pmf", TERNARY)
     latent, grad = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
     u, q = torch.softmax(BETA * latent, 0), torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)
     for j in range(4):
@@ -115,7 +118,7 @@ def test_md_tanh_is_the_printed_update_of_tab_eg_projns():
     w0, step, beta = torch.tensor([-0.9, 0.1, 0.7], dtype=torch.float64), 0.05, 4.0
     ratio = (1 + w0) / (1 - w0) * torch.exp(torch.tensor(-2 * beta * step, dtype=torch.float64))
     w = nn.Parameter(torch.atanh(w0))
-    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=step), method="md-tanh", anneal=mq.schedules.constant(beta))
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=step), method="md-tanh-bounded", anneal=mq.schedules.constant(beta))
     w.grad = torch.ones_like(w)
     opt.step()
     torch.testing.assert_close(w.detach(), (ratio - 1) / (ratio + 1))
@@ -123,7 +126,7 @@ def test_md_tanh_is_the_printed_update_of_tab_eg_projns():
 
 @pytest.mark.parametrize("levels", [BINARY, TERNARY, Levels(0, 1, 3)])
 def test_md_softmax_is_the_printed_update_for_any_number_of_levels(levels):
-    method, beta, step = methods.get("md-softmax", levels), 2.5, 0.1
+    method, beta, step = methods.get("md-softmax-bounded", levels), 2.5, 0.1
     w = nn.Parameter(torch.tensor([-0.4, 0.2, 0.9], dtype=torch.float64))
     u = torch.softmax(method.lift(w.detach()), 0)
     q = torch.tensor(levels, dtype=torch.float64)[:, None]
@@ -136,7 +139,7 @@ def test_md_softmax_is_the_printed_update_for_any_number_of_levels(levels):
 
 
 def test_primal_forms_do_not_stick_or_overflow_in_float32():
-    for name, size in itertools.product(("md-tanh", "md-softmax"), (1.0, 1e4)):
+    for name, size in itertools.product(("md-tanh-bounded", "md-softmax-bounded"), (1.0, 1e4)):
         w = nn.Parameter(torch.tensor([0.5, -0.5]))
         opt = mq.MirrorDescent(torch.optim.SGD([w], lr=1.0), method=name, anneal=mq.schedules.constant(1e35))
         for sign in (1.0, -1.0, 1.0):
@@ -146,7 +149,7 @@ def test_primal_forms_do_not_stick_or_overflow_in_float32():
             assert torch.isfinite(opt.latent(w)).all()
 
 
-@pytest.mark.parametrize(("name", "push"), [("md-tanh-primal", 10.0), ("md-softmax-primal", 60.0)])
+@pytest.mark.parametrize(("name", "push"), [("md-tanh", 10.0), ("md-softmax", 60.0)])
 def test_a_primal_point_that_has_reached_its_level_stays_there(name, push):
     w = nn.Parameter(torch.tensor([0.5, -0.5]))
     opt = mq.MirrorDescent(torch.optim.SGD([w], lr=1.0), method=name)
@@ -161,9 +164,9 @@ def test_a_primal_point_that_has_reached_its_level_stays_there(name, push):
     opt.finalize()
 
 
-@pytest.mark.parametrize("name", ["md-tanh", "md-softmax"])
+@pytest.mark.parametrize("name", ["md-tanh-bounded", "md-softmax-bounded"])
 def test_keeping_the_primal_point_changes_nothing_before_it_reaches_a_level(name):
-    paths = [trajectory(method, mq.schedules.geometric(1.002)) for method in (name, f"{name}-primal")]
+    paths = [trajectory(method, mq.schedules.geometric(1.002)) for method in (name, name.removesuffix("-bounded"))]
     assert paths[0].abs().max() > 0.9
     torch.testing.assert_close(*paths, rtol=0, atol=1e-9)
 
@@ -182,7 +185,7 @@ def test_the_kept_primal_point_freezes_where_the_printed_closed_form_does_in_flo
     exact = (1 + w.double()) / (1 - w.double()) * torch.exp(-2 * move.double())
     printed = (1 + w) / (1 - w + 1e-20) * torch.exp(-2 * move)
     printed = (printed - 1) / (printed + 1)
-    v = methods.MDTanhPrimal().settle(torch.atanh(w) - move, 1.0, 1.0)
+    v = methods.MDTanh().settle(torch.atanh(w) - move, 1.0, 1.0)
     frozen = (exact > 2.0**25 * 1.001) | (exact < 2.0**-25 * 0.999)
     free = (exact < 2.0**24 * 0.999) & (exact > 2.0**-25 * 1.001)
     assert min(int(frozen.sum()), int(free.sum())) > 5000
@@ -209,7 +212,7 @@ def test_the_kept_point_of_the_simplex_freezes_where_the_printed_closed_form_doe
     exact = torch.softmax(torch.log(u.double()) - moves.double(), 0)
     weighted = u * torch.exp(moves.amin(0) - moves)
     printed = weighted / weighted.sum(0)
-    latent = methods.MDSoftmaxPrimal().settle(torch.log(u) - moves, 1.0, 1.0)
+    latent = methods.MDSoftmax().settle(torch.log(u) - moves, 1.0, 1.0)
     gone, left = exact < 2.0**-149 / 4, exact > least * 4
     assert min(int(gone.sum()), int(left.sum())) > 2000
     for kept in (torch.isinf(latent), printed == 0):
@@ -238,7 +241,7 @@ def test_binaryconnect_stops_the_gradient_outside_the_hull():
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("levels", [BINARY, TERNARY, Levels(0.0, 0.5, 2.0, 2.25)])
 def test_rounding_an_initial_latent_gives_the_nearest_level(name, levels):
-    if name in ("md-tanh", "md-tanh-primal") and len(levels) > 2:
+    if name in ("md-tanh-bounded", "md-tanh") and len(levels) > 2:
         with pytest.raises(ValueError, match="use md-tanh-s"):
             methods.get(name, levels)
         return
@@ -256,9 +259,9 @@ def test_every_method_learns(name):
 
 
 def test_methods_are_listed_with_one_line_each():
-    listed = methods.list()
-    assert {"ref", "bc", "pq", "pmf", "gd-tanh", "md-tanh", "md-softmax", "md-tanh-s", "md-softmax-s"} <= set(listed)
-    assert all(line and "\n" not in line for line in listed.values())
+    names = methods.names()
+    assert {"ref", "bc", "pq", "pmf", "gd-tanh", "md-tanh", "md-softmax", "md-tanh-s", "md-softmax-s"} <= set(names)
+    assert all(methods.get(name).describe() for name in names)
 
 
 def test_a_mirror_must_end_where_the_levels_do():
@@ -365,3 +368,134 @@ def test_rounding_keeps_nan(name):
     rounded = method.round(method.lift(torch.tensor([0.5, float("nan"), -0.5])), 1.0)
     assert torch.equal(rounded.isnan(), torch.tensor([False, True, False]))
     assert rounded[[0, 2]].tolist() == [1.0, -1.0]
+
+
+def test_a_taken_name_is_an_error_but_a_class_may_be_defined_again():
+    with pytest.raises(ValueError, match=r"'bc' is taken by mirrorquant\.methods\.baselines\.BC"):
+        type("Mine", (mq.Method,), {"name": "bc"})
+    assert methods.get("bc").__class__ is methods.BC
+    try:
+        first, second = (type("Again", (mq.Method,), {"name": "test-again"}) for _ in range(2))
+        assert mq.Method.registry["test-again"] is second is not first
+    finally:
+        del mq.Method.registry["test-again"]
+
+
+class Masked(mq.Method):
+    """Tanh with a mask of weights that stay at the lowest level, and a count of steps per weight: state of its own."""
+
+    def start(self, weight, latent):
+        return {"mask": (weight > -0.2).to(weight.dtype), "count": torch.zeros_like(weight)}
+
+    def project(self, latent, beta, mask):
+        return torch.tanh(beta * latent) * mask - (1 - mask)
+
+    def pull_back(self, grad, latent, beta, mask):
+        return grad * mask
+
+    def settle(self, latent, beta, lr, mask, count):
+        count += mask
+        return latent
+
+    def round(self, latent, beta, mask):
+        return self.levels.nearest(latent) * mask - (1 - mask)
+
+
+def quadratic(method, steps, state=None, shape=(6, 5), start=0, lr=0.05):
+    """A weight trained towards a target from a fixed start, or from a saved state."""
+    generator = torch.Generator().manual_seed(3)
+    w = nn.Parameter(0.2 * torch.randn(shape, generator=generator))
+    target = 0.3 * torch.randn(shape, generator=generator).sign()
+    opt = mq.MirrorDescent(torch.optim.Adam([("w", w)], lr=lr), method, anneal=mq.schedules.geometric(1.05))
+    if state is not None:
+        opt.load_state_dict(copy.deepcopy(state))
+    for _ in range(start, steps):
+        opt.zero_grad()
+        (w - target).square().sum().backward()
+        opt.step()
+    return w, opt, target
+
+
+def test_state_beyond_the_latent_is_kept_saved_and_resumed():
+    w, opt, _ = quadratic(Masked(), 20)
+    assert opt.state[w]["count"].max() == 20
+    assert torch.equal(opt.state[w]["count"] == 0, opt.state[w]["mask"] == 0)
+    assert 0 < int(opt.state[w]["mask"].sum()) < w.numel()
+    _, half, _ = quadratic(Masked(), 10)
+    resumed, again, _ = quadratic(Masked(), 20, half.state_dict(), start=10)
+    assert torch.equal(resumed, w)
+    assert torch.equal(again.state[resumed]["count"], opt.state[w]["count"])
+    opt.finalize()
+    assert (w[opt.state[w]["mask"] == 0] == -1).all()
+
+
+SCALES = [mq.Scale(per, how) for per in ("tensor", "channel") for how in ("fixed", "computed", "learnt")]
+
+
+@pytest.mark.parametrize("levels", [BINARY, TERNARY])
+@pytest.mark.parametrize("scale", SCALES, ids=str)
+@pytest.mark.parametrize("name", ["md-tanh-s", "bc", "gd-tanh", "md-softmax-s"])
+def test_weights_are_levels_times_their_scale(name, scale, levels):
+    method = methods.get(name, levels, scale)
+    if scale.how == "computed" and name == "md-softmax-s":
+        with pytest.raises(ValueError, match="from which no scale can be computed"):
+            quadratic(method, 1)
+        return
+    w, opt, _ = quadratic(method, 30)
+    factor = opt.state[w]["scale"]
+    assert factor.shape == ((6, 1) if scale.per == "channel" else (1, 1))
+    allowed = torch.stack([(level * factor).expand_as(w) for level in levels])
+    with opt.quantized():
+        assert (w == allowed).any(0).all()
+        inside = w.detach().clone()
+    resumed, again, _ = quadratic(method, 30, quadratic(method, 15)[1].state_dict(), start=15)
+    assert torch.equal(resumed, w)
+    assert torch.equal(again.state[resumed]["scale"], factor)
+    opt.finalize()
+    assert torch.equal(w, inside)
+    start = 0.2 * torch.randn((6, 5), generator=torch.Generator().manual_seed(3))
+    initial = scale.of(start, levels)
+    if scale.how == "fixed":
+        assert torch.equal(factor, initial)
+    if scale.how == "learnt":  # towards the target, whose weights are ±0.3
+        assert (factor.mean() - 0.3).abs() < (initial.mean() - 0.3).abs()
+    if scale.how == "computed":
+        assert torch.equal(factor, scale.of(opt.latent(w), levels))
+
+
+def test_a_fixed_scale_per_tensor_is_the_method_on_scaled_levels():
+    w, opt, _ = quadratic(methods.MDTanhS(scale=mq.Scale()), 25)
+    other, _, _ = quadratic(methods.MDTanhS(float(opt.state[w]["scale"]) * BINARY), 25)
+    torch.testing.assert_close(w, other)
+
+
+def test_weights_loaded_from_inside_quantized_are_kept_with_their_scale():
+    method = methods.MDTanhS(scale=mq.Scale("channel", "learnt"))
+    w, opt, _ = quadratic(method, 10)
+    with opt.quantized():
+        best = w.detach().clone()
+    w, opt, _ = quadratic(method, 20)
+    with torch.no_grad():
+        w.copy_(best)
+    opt.finalize()
+    assert torch.equal(w, best)
+
+
+def test_a_state_fits_the_same_options_alone():
+    tanh, atan = (mq.mirror_from(f, (-1, 1)) for f in (torch.tanh, lambda x: 2 / torch.pi * torch.atan(x)))
+    state = quadratic(methods.MD(mirror=tanh), 3)[1].state_dict()
+    quadratic(methods.MD(mirror=tanh), 4, state, start=3)
+    with pytest.raises(ValueError, match="build it as it was"):
+        quadratic(methods.MD(mirror=atan), 4, state, start=3)
+    state = quadratic(methods.MDTanhS(scale=mq.Scale("channel")), 3)[1].state_dict()
+    with pytest.raises(ValueError, match="build it as it was"):
+        quadratic(methods.MDTanhS(), 4, state, start=3)
+    with pytest.raises(ValueError, match="build it as it was"):
+        quadratic(methods.MDTanhS(scale=mq.Scale("channel", "computed")), 4, state, start=3)
+
+
+def test_bad_scales_are_refused():
+    with pytest.raises(ValueError, match="per is 'row', but it must be one of tensor, channel"):
+        mq.Scale("row")
+    with pytest.raises(ValueError, match="decides about its scale"):
+        methods.get(methods.BC(), scale=mq.Scale())

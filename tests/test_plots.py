@@ -210,7 +210,7 @@ def check_layout(figure):
                 assert sum(below) <= 0.02 * len(below), ax.get_title("left")
 
 
-METHODS = ["ref", "bc", "pq", "pq-star", "pmf", "pmf-star", "pmf-authors", "gd-tanh"]
+METHODS = ["ref", "bc", "pq", "pq-star", "pmf", "pmf-star", "pmf-exact", "gd-tanh"]
 METHODS += ["md-softmax", "md-tanh", "md-softmax-s", "md-tanh-s"]
 LONG = "a-rather-long-name-of-a-run-with-many-hyperparameters-in-it_" * 3
 CURVES = {
@@ -352,7 +352,7 @@ def test_curves_show_every_run_in_the_colour_of_its_method(tmp_path):
     assert has_colour(pixels, "#cc6677")
     assert has_colour(pixels, "#332288")
     assert not has_colour(pixels, "#117733")
-    primal = make_run(tmp_path / "primal", "md-tanh-primal", recipe="cifar10/resnet18/binary/md-tanh")
+    primal = make_run(tmp_path / "primal", "md-tanh", recipe="cifar10/resnet18/binary/md-tanh")
     assert has_colour(picture(plots.curves([primal], tmp_path / "primal.png")), "#88ccee")
 
 
@@ -401,7 +401,7 @@ def test_a_run_with_another_method_than_its_recipes_is_called_by_that(tmp_path):
     changed = {"recipe": "digits/digitsnet/binary/md-tanh-s", "overrides": {"method": "bc", "seed": 1}}
     assert labels_of(make_run(tmp_path / "run", "bc", **changed)) == ["BC"]
     kept = Path(__file__).parents[1] / "results/digits-digitsnet-binary-md-tanh-s-seed0-method-md-tanh.json"
-    assert labels_of(kept) == ["MD-tanh"]
+    assert labels_of(kept) == ["MD-tanh, bounded"]
 
 
 @pytest.mark.parametrize(("layers", "size"), [(5, (585, 1770)), (22, (1035, 1455))])

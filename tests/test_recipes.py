@@ -208,8 +208,7 @@ def test_setup_is_the_papers(name: str) -> None:
 def test_a_recipe_says_what_its_name_says(name: str) -> None:
     recipe = recipes.get(name)
     data, model, *levels, method = name.split("/")
-    methods = {"pq-star": "pq", "pmf-star": "pmf-authors", "pmf": "pmf-authors"}
-    methods |= {"md-tanh": "md-tanh-primal", "md-softmax": "md-softmax-primal"}
+    methods = {"pq-star": "pq", "pmf-star": "pmf"}
     assert (recipe["data"], recipe["model"], recipe["method"]) == (data, model, methods.get(method, method))
     assert [recipe[key] for key in ("levels",) if key in recipe] == levels
     assert recipe["affine"] == (method == "ref" or data == "fashion-mnist")
@@ -241,7 +240,7 @@ def test_a_note_says_what_does_not_come_from_the_paper(name: str) -> None:
     note = recipe.get("note", "")
     assert ("ProxQuant" in note) == (recipe["method"] == "pq")
     assert ("random resized crop" in note) == (recipe["data"] == "tinyimagenet")
-    assert bool(note) == (recipe["method"] in ("pq", "pmf-authors") or recipe["data"] == "tinyimagenet")
+    assert bool(note) == (recipe["method"] in ("pq", "pmf") or recipe["data"] == "tinyimagenet")
 
 
 @pytest.mark.parametrize("name", recipes.names())

@@ -19,7 +19,7 @@ import paper_tables  # noqa: E402
 def summary(recipe, accuracy, seed=0, paper=None, overrides=None):
     return {
         "recipe": recipe,
-        "config": {**recipes.get(recipe or "digits/digitsnet/binary/md-tanh-s"), "seed": seed},
+        "config": {"version": 2, **recipes.get(recipe or "digits/digitsnet/binary/md-tanh-s"), "seed": seed},
         "overrides": overrides or {},
         "paper": paper,
         "val_accuracy": 99.0,
@@ -152,10 +152,10 @@ def test_the_row_of_pmf_is_not_filled_by_runs_of_pmf_star(put):
 
 
 def test_the_true_jacobian_stands_outside_the_papers_rows(put):
-    true = summary(PMF[1], 92.5, paper=93.24, overrides={"method": "pmf"})
-    text = put({**true, "config": {**true["config"], "method": "pmf"}})
+    true = summary(PMF[1], 92.5, paper=93.24, overrides={"method": "pmf-exact"})
+    text = put({**true, "config": {**true["config"], "method": "pmf-exact"}})
     assert "tab:res_binary" not in text
-    assert cells(text, PMF[1])[0][1:3] == ["`method=pmf`", "92.50"]
+    assert cells(text, PMF[1])[0][1:3] == ["`method=pmf-exact`", "92.50"]
 
 
 def test_the_runs_with_beta_up_to_1e35_are_results_of_pmf_star():

@@ -11,7 +11,7 @@ from mirrorquant.calibration import recalibrate
 from mirrorquant.export import export
 from mirrorquant.health import HealthWarning, health
 from mirrorquant.levels import BINARY, TERNARY, Levels
-from mirrorquant.methods import Method
+from mirrorquant.methods import Method, Scale
 from mirrorquant.mirrors import Mirror, mirror_from
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.packing import PackedModel, PackError, load, pack, save, unpack
@@ -28,6 +28,7 @@ __all__ = [
     "MirrorDescent",
     "PackError",
     "PackedModel",
+    "Scale",
     "__version__",
     "export",
     "health",

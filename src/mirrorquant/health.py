@@ -133,12 +133,13 @@ def health(opt: MirrorDescent) -> Health:
     """
     found = []
     with torch.no_grad():
-        for q in opt._quantized():
-            for name, weight, latent in zip(q.names, q.weights, q.latents, strict=True):
-                levels = q.method.levels
-                rounded = weight if levels.holds(weight.detach()) else q.method.round(latent, q.beta)
-                shares, gap = _compared(local(weight.detach()), local(rounded.detach()), levels)
-                typical = _typical(local(latent), local(weight))
+        for q in opt._groups():
+            for name, weight, state in q.tensors():
+                levels, scale = q.method.levels, state.get("scale", 1.0)
+                rounded = weight if q.method.holds(weight.detach(), state) else q.method.rounded(state, q.beta)
+                rounded = levels.nearest(rounded.detach() / scale)
+                shares, gap = _compared(local(weight.detach() / scale), local(rounded), levels)
+                typical = _typical(local(state["latent"] / scale), local(weight))
                 found.append(TensorHealth(name, levels, weight.numel(), shares, gap, float(q.beta), typical))
     return Health(tuple(found))
 
@@ -149,7 +150,7 @@ def advice(opt: MirrorDescent, learnt: Collection[Tensor]) -> str:
     Called while the parameters still have their initial values. Constant ones, such as zeros, are left out: they say
     nothing about the scale that levels should have.
     """
-    pairs = [pair for q in opt._quantized() for pair in zip(q.names, q.weights, strict=True)]
+    pairs = [pair for q in opt._groups() for pair in zip(q.names, q.weights, strict=True)]
     initial = {name: local(weight.detach()) for name, weight in pairs if weight in learnt}
     collapsed = [t for t in health(opt).tensors if t.collapsed and t.name in initial and initial[t.name].numel()]
     collapsed = [t for t in collapsed if bool((initial[t.name] != initial[t.name].flatten()[0]).any())]
@@ -163,20 +164,12 @@ def advice(opt: MirrorDescent, learnt: Collection[Tensor]) -> str:
     remedy = "choose levels on the scale of the weights"
     if levels.centre == 0 and size > 0:
         known = {BINARY: "mq.BINARY", TERNARY: "mq.TERNARY"}.get(levels, f"mq.{levels}")
-        remedy += f", as in levels={_scale(levels, size):.2g} * {known}"
+        remedy += f", as in levels={levels.fit * size:.2g} * {known}"
     return (
         f"all weights of {len(names)} of {len(initial)} quantized tensors ({listed(names)}) start at the level "
         f"{level:g}: the nearest {thresholds} {' and '.join(near)}, but the mean |weight| is {size:.2g}. Training "
         f"may never leave it; {remedy}"
     )
-
-
-def _scale(levels: Levels, size: float) -> float:
-    """The factor for the levels that puts the innermost threshold at 0.7 times the mean |weight|, which is the rule of
-    ternary weight networks; where zero is a threshold, the innermost level at the mean |weight|.
-    """
-    inner = min(abs(t) for t in levels.thresholds)
-    return 0.7 * size / inner if inner else size / min(abs(level) for level in levels)
 
 
 @contextmanager

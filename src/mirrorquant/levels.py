@@ -68,6 +68,19 @@ class Levels(tuple[float, ...]):
         """Half the length of conv(Q); 1 for the paper's binary and ternary sets."""
         return (self[-1] - self[0]) / 2
 
+    @property
+    def fit(self) -> float:
+        """The factor that fits the levels to weights with a mean absolute value of 1.
+
+        It puts the innermost threshold at 0.7, as ternary weight networks do; where zero is a threshold, the innermost
+        level at 1.
+
+        >>> BINARY.fit, TERNARY.fit
+        (1.0, 1.4)
+        """
+        inner = min(abs(t) for t in self.thresholds)
+        return 0.7 / inner if inner else 1 / min(abs(level) for level in self)
+
     def nearest(self, weight: Tensor) -> Tensor:
         """The level nearest to each weight; a tie goes up, so that sign(0) = +1, never 0.
 

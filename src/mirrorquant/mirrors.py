@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -198,13 +198,6 @@ class Softmax(Mirror):
         """exp(β ũ_λ) / Σ exp(β ũ_μ); the largest entry is subtracted first, so that no β overflows."""
         return torch.softmax(beta * (dual - dual.amax(0, keepdim=True)), 0)
 
-    def project_each(self, dual: Sequence[Tensor], beta: Beta = 1.0) -> list[Tensor]:
-        """The same of d tensors that are not stacked: elementwise, so that it compiles together with what is around."""
-        largest = functools.reduce(torch.maximum, dual)
-        weights = [torch.exp(beta * (entry - largest)) for entry in dual]
-        total = functools.reduce(torch.add, weights)
-        return [weight / total for weight in weights]
-
     @in_full_precision
     def inverse(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
         """log(u) / β."""
@@ -222,7 +215,7 @@ class Softmax(Mirror):
 
     def derivative(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
         """Not elementwise: the Jacobian is the matrix β (diag(u) − u uᵀ)."""
-        raise NotImplementedError("the softmax Jacobian is a matrix, β (diag(u) − u uᵀ): mq.methods.PMF applies it")
+        raise NotImplementedError("the softmax Jacobian is a matrix, β (diag(u) − u uᵀ): methods.PMFExact applies it")
 
 
 class NumericalMirror(Mirror):

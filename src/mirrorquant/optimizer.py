@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -53,7 +54,8 @@ from torch.optim import Optimizer
 from mirrorquant import _owners, methods, schedules
 from mirrorquant.health import HealthWarning, advice, health, local
 from mirrorquant.levels import Levels
-from mirrorquant.methods import REF, Method
+from mirrorquant.methods import REF, Method, Scale
+from mirrorquant.methods.base import State
 from mirrorquant.mirrors import Beta
 from mirrorquant.schedules import Schedule
 from mirrorquant.select import listed, summarized
@@ -63,19 +65,24 @@ __all__ = ["MirrorDescent"]
 Closure = Callable[[], Any]
 _OURS = ("method", "anneal", "beta")
 _SAVED = ("levels", "steps", "finalized", "base_class", "fresh", "kept")  # beside these, in the groups of a state
-_LATENT = "latent"
+_RENAMED = {"MDTanhPrimal": "MDTanh", "MDTanh": "MDTanhBounded", "MDSoftmaxPrimal": "MDSoftmax"}
+_RENAMED |= {"MDSoftmax": "MDSoftmaxBounded", "PMFAuthors": "PMF", "PMF": "PMFExact"}  # since version 0.1
 _LEAST_HALF = 2.0**-24  # the smallest float16 above zero
 
 
 class Quantized(NamedTuple):
-    """One quantized group: its parameters' names, the model's weights, their latents, its method and β."""
+    """One quantized group: its parameters' names, the model's weights, their states, and its method, β and lr."""
 
     names: list[str]
     weights: list[Tensor]
-    latents: list[Tensor]
+    states: list[State]
     method: Method
     beta: Beta
     lr: Beta
+
+    def tensors(self) -> Iterator[tuple[str, Tensor, State]]:
+        """Name, weight and state of each tensor."""
+        return zip(self.names, self.weights, self.states, strict=True)
 
 
 class MirrorDescent(Optimizer):
@@ -87,10 +94,13 @@ class MirrorDescent(Optimizer):
 
     Args:
         base: a fresh torch optimizer over the model's parameters, as in ``torch.optim.Adam(mq.split(model), lr=1e-3)``.
-            A group may carry ``method``, ``levels`` and ``anneal`` of its own; ``method="ref"`` leaves it in float.
-        method: a name from ``mq.methods.list()``, or a ``Method`` object.
+            A group may have its own ``method``, ``levels``, ``scale`` and ``anneal``; with ``method="ref"`` it stays
+            in float.
+        method: a name from ``mq.methods.names()``, or a ``Method`` object.
         levels: the quantization levels for methods given by name; binary by default.
         anneal: β as a function of the step.
+        scale: a factor on the levels per tensor or channel, for methods given by name; none by default. A learnt one is
+            trained by the base optimizer, in a group that is added for it, with the group's learning rate.
         check_gradients: refuse a step with NaN or infinite gradients (one read of the gradients; a synchronization
             on CUDA). Skipped in compiled steps.
 
@@ -109,6 +119,7 @@ class MirrorDescent(Optimizer):
         levels: Iterable[float] | None = None,
         anneal: Schedule = schedules.geometric(1.02, every=200),  # noqa: B008 (frozen)
         *,
+        scale: Scale | None = None,
         check_gradients: bool = True,
     ) -> None:
         if not isinstance(base, Optimizer) or isinstance(base, MirrorDescent):
@@ -122,9 +133,9 @@ class MirrorDescent(Optimizer):
             raise ValueError("the base optimizer has a learning-rate scheduler: attach it to MirrorDescent instead")
         _keep_out_of_graphs()
         levels = None if levels is None else Levels.of(levels)
-        methods.get(method, levels)
+        methods.get(method, levels, scale)
         self.base, self.steps, self.finalized = base, 0, False
-        self._check_gradients, self._levels = check_gradients, levels
+        self._check_gradients, self._levels, self._scale = check_gradients, levels, scale
         self._constructed = self._inside_quantized = False
         self._versions: dict[Tensor, tuple[int, int]] = {}
         self._why: dict[Tensor, str] = {}
@@ -134,7 +145,7 @@ class MirrorDescent(Optimizer):
             raise ValueError(f"method is {method!r}, but no parameter is left to quantize: all groups are 'ref'")
         for ours, theirs in zip(self.param_groups, base.param_groups, strict=True):
             theirs["params"][:] = self._moved(ours)  # in place: LBFGS keeps the list
-            for key in (*_OURS, "levels", "why"):
+            for key in (*_OURS, "levels", "scale", "why"):
                 theirs.pop(key, None)
         if base.state:  # Adagrad's begins with the optimizer: that of the latents
             base.state.clear()
@@ -142,6 +153,8 @@ class MirrorDescent(Optimizer):
         self._constructed = True
         found = advice(self, self.state)
         self._write(rounded=False)
+        for group in self.param_groups[:]:
+            self._add_scales(group)
         _owners.begin(self)
         if found:
             warnings.warn(found, HealthWarning, stacklevel=2)
@@ -158,29 +171,30 @@ class MirrorDescent(Optimizer):
         group = dict(param_group)
         why = group.pop("why", ())
         method = group.get("method", self.defaults["method"])
-        by_name = isinstance(method, str)
-        group["method"] = method = methods.get(method, group.pop("levels", self._levels if by_name else None))
+        levels, scale = (self._levels, self._scale) if isinstance(method, str) else (None, None)
+        levels, scale = group.pop("levels", levels), group.pop("scale", scale)
+        group["method"] = method = methods.get(method, levels, None if method == "ref" else scale)
         if self.finalized and not isinstance(method, REF):
             raise RuntimeError(f"the optimizer is finalized: a new group can only be 'ref', not {method}")
-        group["beta"] = _beta(group.get("anneal", self.defaults["anneal"]), method, self.steps)
+        group["beta"] = beta_at({**self.defaults, **group}, self.steps)
         self._refuse_decay({**self.defaults, **group})
         super().add_param_group(group)
         try:
             named = zip(self._names(len(self.param_groups) - 1), group["params"], strict=True)
             learnt = [(n, p) for n, p in named if p.requires_grad and not isinstance(method, REF)]
-            latents = {p: self._new_latent(p, group, name) for name, p in learnt}
+            states = {p: self._new_state(p, group, name) for name, p in learnt}
         except BaseException:
             self.param_groups.pop()
             raise
-        for p, latent in latents.items():
-            self.state[p][_LATENT] = latent
+        self.state.update(states)
         self._why.update(zip(group["params"], why, strict=False))
         self._set_beta(group, group["beta"])
         if self._constructed:
             theirs = {k: v for k, v in group.items() if k not in _OURS}
             self.base.add_param_group({**theirs, "params": self._moved(group)})
-            found = advice(self, latents)
+            found = advice(self, states)
             self._write(rounded=False)
+            self._add_scales(group)
             if found:
                 warnings.warn(found, HealthWarning, stacklevel=2)
 
@@ -193,7 +207,7 @@ class MirrorDescent(Optimizer):
         """
         if self._inside_quantized:
             raise RuntimeError("step() was called inside quantized(): leave the context first, then step")
-        betas = self._prepare()
+        after = self._prepare()
         loss = None
         if closure is None:
             self._pull_back()
@@ -201,10 +215,16 @@ class MirrorDescent(Optimizer):
         else:
             loss = self.base.step(lambda: self._evaluate(closure))
         self._settle()
-        self._advance(betas)
+        self._advance(after)
         self._put(rounded=False)
         self._remember()
         return loss
+
+    def arrive(self, steps: int) -> None:
+        """Brings the step count, β and the weights to a step up to which an engine has moved the latents."""
+        self.steps = steps - 1
+        self._advance([beta_at(group, steps) for group in self.param_groups])
+        self._write(rounded=False)
 
     @contextmanager
     def quantized(self) -> Iterator[None]:
@@ -239,11 +259,11 @@ class MirrorDescent(Optimizer):
         """
         with torch.no_grad():
             taken = {} if self.finalized else self._taken()
-            for q in self._quantized():
-                for name, weight, latent in zip(q.names, q.weights, q.latents, strict=True):
-                    self._refuse_unrounded(q, name, weight, taken.get(latent, latent))
-            for latent, own in taken.items():
-                latent.copy_(own)
+            for q in self._groups():
+                for name, weight, state in q.tensors():
+                    self._refuse_unrounded(q, name, weight, taken.get(weight, state))
+            for weight, own in taken.items():
+                _fill(self.state[weight], own)
         found = [] if self.finalized else health(self).problems
         self._write(rounded=True)
         self.finalized = True
@@ -270,11 +290,11 @@ class MirrorDescent(Optimizer):
     @property
     def beta(self) -> float:
         """The current β, of the first quantized group."""
-        return float(next((q.beta for q in self._quantized()), 1.0))
+        return float(next((q.beta for q in self._groups()), 1.0))
 
     def latent(self, weight: Tensor) -> Tensor:
         """The latent tensor of a quantized parameter."""
-        latent: Tensor | None = self.state.get(weight, {}).get(_LATENT)
+        latent: Tensor | None = self.state.get(weight, {}).get("latent")
         if latent is None:
             raise KeyError(f"the parameter of shape {tuple(weight.shape)} is not quantized by this optimizer")
         return latent
@@ -284,12 +304,15 @@ class MirrorDescent(Optimizer):
     def _pull_back(self) -> None:
         if self._check_gradients:
             self._refuse_bad_gradients()
-        for q in self._quantized():
-            _pull_back(q.method, q.weights, q.latents, q.beta, frozen=self.finalized)
+        if not self.finalized:
+            pull_back(self._groups())
 
     def _settle(self) -> None:
-        for q in self._quantized():
-            _settle(q.method, q.latents, q.beta, q.lr, frozen=self.finalized)
+        groups = self._groups()
+        if not self.finalized:
+            settle(groups)
+        for state in (state for q in groups for state in q.states):
+            state["latent"].grad = None
 
     def _advance(self, betas: list[float]) -> None:
         """β_{k+1}, until finalized; and what the base optimizer keeps in its groups, copied back."""
@@ -308,14 +331,13 @@ class MirrorDescent(Optimizer):
     def _put(self, *, rounded: bool) -> None:
         """weight = project(latent), or round(latent); once finalized, the weights stay."""
         if not self.finalized:
-            for q in self._quantized():
-                (_round if rounded else _project)(q.method, q.weights, q.latents, q.beta)
+            project(self._groups(), rounded=rounded)
 
     # Weights that were changed behind the optimizer's back.
 
     def _remember(self) -> None:
         """The versions of weights and latents as they are now: any change in place will show."""
-        self._versions = {w: (w._version, state[_LATENT]._version) for w, state in self.state.items()}
+        self._versions = {w: (w._version, state["latent"]._version) for w, state in self.state.items()}
 
     def _version(self, weight: Tensor) -> int:
         """The version that a weight had when it was written last; -1 for that of a copied optimizer."""
@@ -325,53 +347,54 @@ class MirrorDescent(Optimizer):
         """Raises where a weight is no longer what was written, so that the latent's image would undo the change."""
         if all(self._version(weight) == weight._version for weight in self.state):
             return
-        for q in self._quantized():
-            for name, weight, latent in zip(q.names, q.weights, q.latents, strict=True):
-                if self._version(weight) != weight._version and not self._is_ours(q, weight, latent):
+        for q in self._groups():
+            for name, weight, state in q.tensors():
+                if self._version(weight) != weight._version and not self._is_ours(q, weight, state):
                     raise RuntimeError(self._changed(name, doing))
         self._remember()
 
-    def _taken(self) -> dict[Tensor, Tensor]:
-        """The latents of weights that were replaced by levels, with what takes their place; refuses other changes.
+    def _taken(self) -> dict[Tensor, State]:
+        """The weights that were replaced by levels, with the state that takes their place; refuses other changes.
 
         Values are compared, since changes through ``.data`` do not show in the version.
         """
         taken = {}
-        for q in self._quantized():
-            for name, weight, latent in zip(q.names, q.weights, q.latents, strict=True):
-                if self._is_ours(q, weight, latent):
+        for q in self._groups():
+            for name, weight, state in q.tensors():
+                if self._is_ours(q, weight, state):
                     continue
-                own, diverged = q.method.lift(_wide(weight)), bool(local(latent).isnan().any())
-                if not q.method.levels.holds(weight.detach()) or not _equal(weight, q.method.round(own, q.beta)):
+                own, diverged = q.method.adopted(weight.detach(), state), bool(local(state["latent"]).isnan().any())
+                if own is None or not _equal(weight, q.method.rounded(own, q.beta)):
                     raise RuntimeError(_diverged(name) if diverged else self._changed(name, "finalize()"))
-                taken[latent] = own
+                taken[weight] = own
         return taken
 
     @torch.no_grad()
     def _follow_loaded(self) -> None:
-        """Latents of weights that were loaded after finalize(): a state saved now must give these weights back."""
-        for q in self._quantized() if self.finalized else ():
-            for weight, latent in zip(q.weights, q.latents, strict=True):
-                if not _equal(weight, q.method.round(latent, q.beta)):
-                    latent.copy_(q.method.lift(_wide(weight)))
+        """States of weights that were loaded after finalize(): a state saved now must give these weights back."""
+        for q in self._groups() if self.finalized else ():
+            for _, weight, state in q.tensors():
+                if not _equal(weight, q.method.rounded(state, q.beta)):
+                    _fill(state, q.method.adopted(weight.detach(), state) or state)
 
     @torch.no_grad()
-    def _is_ours(self, q: Quantized, weight: Tensor, latent: Tensor) -> bool:
+    def _is_ours(self, q: Quantized, weight: Tensor, state: State) -> bool:
         """Whether a weight still is the image of its latent, or the rounded one; once finalized, whether on its levels.
 
         Up to rounding, since another device, compiler or number of threads may have computed it; where the version
         shows no change, up to a conversion to half precision and back.
         """
         if self.finalized:
-            return q.method.levels.holds(weight.detach())
-        unchanged = self._version(weight) == weight._version
+            return q.method.adopted(weight.detach(), state) is not None
+        latent, unchanged = state["latent"], self._version(weight) == weight._version
         if unchanged and self._versions[weight][1] != latent._version:
             return True  # it is the latent that was changed
         error = 8 * torch.finfo(latent.dtype).eps  # of the projection, which is computed in the latent's precision
         relative = max(error, 2.0**-8 if unchanged else torch.finfo(weight.dtype).eps)
-        absolute = error * max(map(abs, q.method.levels)) + _LEAST_HALF
-        image = q.method.project(latent, q.beta)
-        return _close(weight, image, relative, absolute) or _equal(weight, q.method.round(latent, q.beta))
+        largest = float(local(state["scale"]).max()) if "scale" in state else 1.0
+        absolute = error * largest * max(map(abs, q.method.levels)) + _LEAST_HALF
+        image = q.method.image(state, q.beta)
+        return _close(weight, image, relative, absolute) or _equal(weight, q.method.rounded(state, q.beta))
 
     def _changed(self, name: str, doing: str) -> str:
         if self.finalized:
@@ -386,27 +409,30 @@ class MirrorDescent(Optimizer):
             "all on their levels can be kept by finalize(); for any others, build a new MirrorDescent after loading"
         )
 
-    def _refuse_unrounded(self, q: Quantized, name: str, weight: Tensor, latent: Tensor) -> None:
+    def _refuse_unrounded(self, q: Quantized, name: str, weight: Tensor, state: State) -> None:
         """Raises where rounding would not give levels."""
-        if bool(local(latent).isnan().any()):  # infinite is where a primal point has reached its level
+        if bool(local(state["latent"]).isnan().any()):  # infinite is where a primal point has reached its level
             raise RuntimeError(_diverged(name))
         kind = type(q.method).__name__
-        if bool(local(q.method.project(latent, q.beta)).isnan().any()):
+        if bool(local(q.method.image(state, q.beta)).isnan().any()):
             raise RuntimeError(f"{kind}.project gives NaN for {name} at beta {float(q.beta):g}; nothing was rounded")
-        if self.finalized and not q.method.levels.holds(weight.detach()):
+        if self.finalized and q.method.adopted(weight.detach(), state) is None:
             raise RuntimeError(self._changed(name, "finalize()"))
-        if not self.finalized and not q.method.levels.holds(q.method.round(latent, q.beta).to(weight.dtype)):
+        if not self.finalized and not q.method.holds(q.method.rounded(state, q.beta).to(weight.dtype), state):
             raise RuntimeError(f"{kind}.round left {name} off its {q.method.levels}; nothing was rounded")
 
     # What they need.
 
-    def _quantized(self) -> Iterator[Quantized]:
+    def _groups(self) -> list[Quantized]:
+        """The quantized groups."""
+        found = []
         for index, group in enumerate(self.param_groups):
             if not isinstance(group["method"], REF):
                 named = [(n, p) for n, p in zip(self._names(index), group["params"], strict=True) if p in self.state]
                 names, weights = [name for name, _ in named], [weight for _, weight in named]
-                latents = [self.state[p][_LATENT] for p in weights]
-                yield Quantized(names, weights, latents, group["method"], group["beta"], group.get("lr", 1.0))
+                states = [self.state[p] for p in weights]
+                found.append(Quantized(names, weights, states, group["method"], group["beta"], group.get("lr", 1.0)))
+        return found
 
     def _names(self, index: int) -> list[str]:
         group = self.param_groups[index]
@@ -414,10 +440,20 @@ class MirrorDescent(Optimizer):
 
     def _moved(self, group: dict[str, Any]) -> list[Tensor]:
         """What the base optimizer moves: the latents, or the weights themselves where they stay in float."""
-        return [self.state.get(p, {}).get(_LATENT, p) for p in group["params"]]
+        return [self.state.get(p, {}).get("latent", p) for p in group["params"]]
 
-    def _new_latent(self, weight: Tensor, group: dict[str, Any], name: str) -> Tensor:
-        """A float32 (float64 for float64) tensor, in the weight's layout."""
+    def _add_scales(self, group: dict[str, Any]) -> None:
+        """Puts learnt scales into a float group, without weight decay."""
+        method: Method = group["method"]
+        if method.scale is not None and method.scale.how == "learnt":
+            names, states = self._names(self.param_groups.index(group)), [self.state.get(p) for p in group["params"]]
+            scales = [(f"{name}.scale", state["scale"]) for name, state in zip(names, states, strict=True) if state]
+            ours = {k: v for k, v in group.items() if k not in (*_OURS, "params", "param_names")}
+            scales = scales if "param_names" in group else [scale for _, scale in scales]
+            self.add_param_group({**ours, "weight_decay": 0.0, "params": scales, "method": "ref", "scale": None})
+
+    def _new_state(self, weight: Tensor, group: dict[str, Any], name: str) -> State:
+        """The latent and all else that a weight starts from, in float32 (float64 for float64) and in its layout."""
         method: Method = group["method"]
         if not weight.is_floating_point():
             raise TypeError(f"{name} is {weight.dtype}, but only floating-point parameters can be quantized")
@@ -425,7 +461,10 @@ class MirrorDescent(Optimizer):
         if len(set(levels.tolist())) < len(levels) or not bool(levels.isfinite().all()):
             raise ValueError(f"{method.levels} are not finite and distinct in {weight.dtype}: choose others")
         with torch.no_grad():
-            return methods.refuse_bad_hooks(method, _wide(weight), group["beta"], group.get("lr", 1.0), name)
+            state = method.begin(_wide(weight), group["beta"], group.get("lr", 1.0), name)
+        if method.scale is not None and method.scale.how == "learnt":
+            state["scale"].requires_grad_()
+        return state
 
     def _evaluate(self, closure: Closure) -> Any:
         self._write(rounded=False)
@@ -440,10 +479,10 @@ class MirrorDescent(Optimizer):
         if _capturing():
             raise RuntimeError(
                 "step() cannot be captured in a CUDA graph: each replay would use the same beta. Capture the forward "
-                "and backward pass and step outside, or train with mirrorquant.train, whose fast step brings beta along"
+                "and backward pass and step outside, or train with mirrorquant.train, whose graph engine updates beta"
             )
         self._refuse_changed("step()")
-        betas = [_beta(group["anneal"], group["method"], self.steps + 1) for group in self.param_groups]
+        betas = [beta_at(group, self.steps + 1) for group in self.param_groups]
         for index, group in enumerate(self.param_groups):
             self._refuse_decay(group)
             self._refuse_thawed(index)
@@ -472,7 +511,7 @@ class MirrorDescent(Optimizer):
         if group.get("weight_decay") and not apart and not method.can_decay:
             raise ValueError(
                 f"weight_decay is {group['weight_decay']:g}, but {type(method).__name__} keeps a weight on its level, "
-                f"where nothing decays: use weight_decay=0, or {method.name.removesuffix('-primal')!r}"
+                f"where nothing decays: use weight_decay=0, or '{method.name}-bounded'"
             )
 
     def _refuse_thawed(self, index: int) -> None:
@@ -522,14 +561,14 @@ class MirrorDescent(Optimizer):
         for group, live in zip(state["param_groups"], self.param_groups, strict=True):
             method: Method = group.pop("method")
             del group["anneal"]
-            group.update(method=type(method).__name__, levels=tuple(method.levels), beta=float(group["beta"]))
+            group.update(method=method.identity(), levels=tuple(method.levels), beta=float(group["beta"]))
             group.update(steps=self.steps, finalized=self.finalized, base_class=type(self.base).__name__, fresh=fresh)
             group["kept"] = 0
             for _ in live["params"]:
-                entries = kept.get(place, {})
-                if _LATENT in entries:
-                    raise ValueError(f"{type(self.base).__name__} keeps a {_LATENT!r} of its own: it cannot be saved")
-                state["state"].setdefault(place, {}).update(entries)
+                entries, mine = kept.get(place, {}), state["state"].get(place, {})
+                if set(entries) & set(mine):
+                    raise ValueError(f"{type(self.base).__name__} keeps {', '.join(mine)} of its own: cannot be saved")
+                state["state"][place] = {**mine, **entries}
                 group["kept"] += len(entries)
                 place += 1
         extra = {k: v for k, v in base.items() if k not in ("state", "param_groups")}
@@ -545,7 +584,7 @@ class MirrorDescent(Optimizer):
         zeros = {id(p): torch.zeros_like(p) for p in moved}
         for _, p in self._named():
             if p.requires_grad or p in self.state:
-                zero = zeros[id(self.state.get(p, {}).get(_LATENT, p))]
+                zero = zeros[id(self.state.get(p, {}).get("latent", p))]
                 zero.grad = torch.zeros_like(zero)
         try:
             twin = copy.deepcopy(self.base, {**zeros})
@@ -566,11 +605,11 @@ class MirrorDescent(Optimizer):
             state_dict = state_dict if changed is None else changed
         groups, states = self._understood(state_dict)
         steps, finalized = groups[0]["steps"], groups[0]["finalized"]
-        betas = [_beta(group["anneal"], group["method"], steps) for group in self.param_groups]
+        betas = [beta_at(group, steps) for group in self.param_groups]
         self._load_base(groups, states, state_dict.get("base", {}))
         for (_, weight), state in zip(self._named(), states, strict=True):
             if weight in self.state:
-                self.state[weight][_LATENT].copy_(state[_LATENT])
+                _fill(self.state[weight], state)
         self.steps, self.finalized = steps, False
         not_theirs = (*_OURS, *_SAVED, "params", "param_names")
         for group, saved, beta in zip(self.param_groups, groups, betas, strict=True):
@@ -592,7 +631,8 @@ class MirrorDescent(Optimizer):
         base = self.base.state_dict()
         for theirs, saved in zip(base["param_groups"], groups, strict=True):
             theirs.update({k: saved[k] for k in theirs if k in saved and k not in ("params", "param_names")})
-        kept = {} if groups[0]["fresh"] else {i: _without_latent(state) for i, state in enumerate(states)}
+        named = [] if groups[0]["fresh"] else self._named()
+        kept = {i: self._of_base(weight, states[i]) for i, (_, weight) in enumerate(named)}
         base["state"] = {i: entries for i, entries in kept.items() if entries}
         self.base.load_state_dict({**base, **{k: v for k, v in extra.items() if k not in base}})
 
@@ -609,22 +649,30 @@ class MirrorDescent(Optimizer):
             raise ValueError(
                 f"the state is of a {groups[0]['base_class']}, but the base is a {type(self.base).__name__}"
             )
-        saved = [(g["method"], tuple(g["levels"]), len(g["params"])) for g in groups]
+        saved = [(_class_of(g["method"]), tuple(g["levels"]), len(g["params"])) for g in groups]
         here = [(type(g["method"]).__name__, tuple(g["method"].levels), len(g["params"])) for g in self.param_groups]
         if saved != here:
             raise ValueError(
                 f"the state was saved with (method, levels, parameters) {saved}, but this optimizer has {here}: "
                 "build it as it was"
             )
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            if theirs["method"].startswith("{") and not mine["method"].fits(theirs["method"]):
+                raise ValueError(
+                    f"the state was saved with the method {theirs['method']}, but this optimizer has "
+                    f"{mine['method'].identity()}: build it as it was"
+                )
         states = [state_dict["state"].get(key, {}) for group in groups for key in group["params"]]
         for index, ((_, weight), state) in enumerate(zip(self._named(), states, strict=True)):
-            mine = getattr(self.state.get(weight, {}).get(_LATENT), "shape", None)
-            theirs = getattr(state.get(_LATENT), "shape", None)
-            if mine != theirs:
-                raise ValueError(
-                    f"the saved latent of parameter {index} has shape {theirs}, but this model needs {mine}"
-                )
-        kept = sum(len(_without_latent(state)) for state in states)
+            for key, own in self.state.get(weight, {}).items():
+                shape = getattr(state.get(key), "shape", None)
+                if own.shape != shape:
+                    raise ValueError(
+                        f"the saved {key} of parameter {index} has shape {shape}, but this model needs {own.shape}"
+                    )
+            if "latent" in state and weight not in self.state:
+                raise ValueError(f"the state has a latent for parameter {index}, which is not quantized here")
+        kept = sum(len(self._of_base(p, state)) for (_, p), state in zip(self._named(), states, strict=True))
         expected = sum(group["kept"] for group in groups)
         if kept != expected:
             raise ValueError(
@@ -632,6 +680,10 @@ class MirrorDescent(Optimizer):
                 "lost on the way, so that training could not go on as it was"
             )
         return groups, states
+
+    def _of_base(self, weight: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """The part of a parameter's saved state that belongs to the base optimizer."""
+        return {key: value for key, value in state.items() if key not in self.state.get(weight, {})}
 
     def _named(self) -> list[tuple[str, Tensor]]:
         """All parameters of all groups, with their names."""
@@ -648,10 +700,6 @@ class MirrorDescent(Optimizer):
         super().__setstate__(
             {"_why": {}, **state, "_versions": {}}
         )  # a copied weight counts its changes from the start
-
-
-def _without_latent(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key != _LATENT}
 
 
 def _from_version_0_1(old: dict[str, Any]) -> dict[str, Any]:
@@ -688,32 +736,51 @@ def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _pull_back(method: Method, weights: list[Tensor], latents: list[Tensor], beta: Beta, *, frozen: bool) -> None:
-    """latent.grad = pull_back(weight.grad)."""
-    for weight, latent in zip(weights, latents, strict=True):
-        grad = None if frozen else weight.grad
-        latent.grad = None if grad is None else method.pull_back(grad.to(latent.dtype), latent, beta)
+def pull_back(groups: list[Quantized]) -> None:
+    """latent.grad = pull_back(weight.grad), and the gradients of learnt scales."""
+    for q in groups:
+        learnt = q.method.scale is not None and q.method.scale.how == "learnt"
+        for _, weight, state in q.tensors():
+            grad = weight.grad
+            _set_grad(state["latent"], None if grad is None else q.method.gradient(grad, state, q.beta))
+            if learnt:
+                _set_grad(state["scale"], None if grad is None else q.method.scale_gradient(grad, state, q.beta))
 
 
-def _settle(method: Method, latents: list[Tensor], beta: Beta, lr: Beta, *, frozen: bool) -> None:
-    """latent = settle(latent)."""
-    for latent in latents:
-        latent.grad = None
-        settled = latent if frozen else method.settle(latent, beta, lr)
-        if settled is not latent:
-            latent.copy_(settled)
+def settle(groups: list[Quantized]) -> None:
+    """latent = settle(latent), after the base optimizer has moved it."""
+    for q in groups:
+        for _, _, state in q.tensors():
+            settled = q.method.settled(state, q.beta, q.lr)
+            if settled is not state["latent"]:
+                state["latent"].copy_(settled)
 
 
-def _project(method: Method, weights: list[Tensor], latents: list[Tensor], beta: Beta) -> None:
-    """weight = project(latent)."""
-    for weight, latent in zip(weights, latents, strict=True):
-        method.write(weight, latent, beta)
+def project(groups: list[Quantized], *, rounded: bool = False) -> None:
+    """weight = project(latent), or round(latent)."""
+    for q in groups:
+        for _, weight, state in q.tensors():
+            weight.copy_(q.method.rounded(state, q.beta) if rounded else q.method.image(state, q.beta))
 
 
-def _round(method: Method, weights: list[Tensor], latents: list[Tensor], beta: Beta) -> None:
-    """weight = round(latent)."""
-    for weight, latent in zip(weights, latents, strict=True):
-        weight.copy_(method.round(latent, beta))
+def _set_grad(tensor: Tensor, grad: Tensor | None) -> None:
+    """In place where there is a gradient already, as in a CUDA graph."""
+    if grad is not None and tensor.grad is not None:
+        tensor.grad.copy_(grad)
+    else:
+        tensor.grad = grad
+
+
+def _fill(state: State, source: State) -> None:
+    for key, tensor in state.items():
+        tensor.detach().copy_(source[key])
+
+
+def _class_of(method: str) -> str:
+    """The class that a saved state names; version 0.1 saved no more than that, under other names."""
+    if method.startswith("{"):
+        return str(json.loads(method)["class"])
+    return _RENAMED.get(method, method)
 
 
 @functools.cache
@@ -727,7 +794,9 @@ def _keep_out_of_graphs() -> None:
         setattr(MirrorDescent, name, apart)
 
 
-def _beta(schedule: Schedule, method: Method, step: int) -> float:
+def beta_at(group: dict[str, Any], step: int) -> float:
+    """β at a step, by the schedule of a group."""
+    schedule, method = group["anneal"], group["method"]
     if not callable(schedule):
         raise TypeError(
             f"anneal is {schedule!r}, but it must be a function of the step: try mq.schedules.geometric(1.02)"

@@ -49,7 +49,7 @@ def show_recipes(options: argparse.Namespace) -> None:
 
 def show_methods(options: argparse.Namespace) -> None:
     """Lists the methods."""
-    _print_columns(methods.list(), options.json)
+    _print_columns({name: methods.get(name).describe() for name in methods.names()}, options.json)
 
 
 def curves(options: argparse.Namespace) -> None:

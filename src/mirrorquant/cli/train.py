@@ -140,7 +140,7 @@ def _no_recipe(task: str, levels: str, method: str) -> str:
     known = [name for name in every if name == f"{task}/ref" or name.startswith(f"{task}/{levels}/")]
     names = [name.split("/")[-1] for name in known]
     there = f"{task} has no {levels} recipe for {method!r}, only for {', '.join(names)}"
-    if method not in methods.list():
+    if method not in methods.names():
         near = difflib.get_close_matches(method, names, 1)
         return there + (f"; did you mean {near[0]!r}?" if near else "")
     base = next((name for name in reversed(known) if not name.endswith("/ref")), f"{task}/ref")

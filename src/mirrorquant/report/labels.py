@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mirrorquant.methods import Method
+
 __all__ = ["level_values", "levels", "method", "method_colour", "method_order", "uses_beta"]
 
-# Paul Tol's "muted" colours, which remain distinct with any colour vision: baselines warm, mirror descent cool, its
-# stable forms dark.
-_METHODS = {
-    "ref": ("REF (float)", "#555555"),
-    "bc": ("BC", "#cc6677"),
-    "pq": ("PQ", "#ddcc77"),
-    "pmf": ("PMF", "#aa4499"),
-    "pmf-authors": ("PMF-authors", "#882255"),
-    "gd-tanh": ("GD-tanh", "#999933"),
-    "md-softmax": ("MD-softmax", "#44aa99"),
-    "md-tanh": ("MD-tanh", "#88ccee"),
-    "md-softmax-s": ("MD-softmax-S", "#117733"),
-    "md-tanh-s": ("MD-tanh-S", "#332288"),
-}
+_ORDER = ("ref", "bc", "pq", "pmf", "gd-tanh", "md-softmax", "md-tanh", "md-softmax-s", "md-tanh-s")
 _STAR = "-star"  # PQ* and PMF* are recipes of PQ and PMF
 _LEVELS = {"binary": (-1.0, 1.0), "ternary": (-1.0, 0.0, 1.0)}
 
@@ -31,18 +20,18 @@ def method(name: str) -> str:
     ('MD-tanh-S', 'PQ*', 'my-method')
     """
     base = name.removesuffix(_STAR)
-    return (_METHODS[base][0] + "*" * (base != name)) if base in _METHODS else name
+    return (Method.registry[base].label + "*" * (base != name)) if base in Method.registry else name
 
 
 def method_colour(name: str) -> str | None:
     """The colour of a method in figures; None for an unknown one. A starred method shares its method's colour."""
-    base = name.removesuffix(_STAR)
-    return _METHODS[base][1] if base in _METHODS else None
+    known = Method.registry.get(name.removesuffix(_STAR))
+    return (known.colour or None) if known else None
 
 
 def uses_beta(name: str) -> bool:
     """Whether a method anneals β; PQ has a regularization strength, which is something else."""
-    return name not in ("ref", "bc", "pq")
+    return name not in Method.registry or Method.registry[name].uses_beta
 
 
 def method_order(name: str) -> tuple[int, bool]:
@@ -51,8 +40,8 @@ def method_order(name: str) -> tuple[int, bool]:
     >>> sorted(["mine", "md-tanh-s", "pq-star", "pq", "ref"], key=method_order)
     ['ref', 'pq', 'pq-star', 'md-tanh-s', 'mine']
     """
-    base, known = name.removesuffix(_STAR), list(_METHODS)
-    return known.index(base) if base in known else len(known), base != name
+    base = name.removesuffix(_STAR)
+    return _ORDER.index(base) if base in _ORDER else len(_ORDER), base != name
 
 
 def level_values(levels: str | Sequence[float] | None) -> tuple[float, ...]:

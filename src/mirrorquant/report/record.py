@@ -14,7 +14,7 @@ from typing import Any
 from mirrorquant import _files, schedules
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.train import recipes
-from mirrorquant.train.config import KEYS
+from mirrorquant.train.config import KEYS, upgrade
 from mirrorquant.train.metrics import MetricsError, read_metrics
 
 __all__ = ["RecordError", "RunRecord", "read_results"]
@@ -57,7 +57,7 @@ class RunRecord:
         """
         if path.is_file():
             return cls.of(_read_json(path), path)
-        config = _read_json(path / "config.json")
+        config = upgrade(_read_json(path / "config.json"))
         summary = _read_json(path / "summary.json") if (path / "summary.json").exists() else {}
         recipe, overrides = summary.get("recipe") or config.get("recipe"), config.get("overrides", {})
         _check(path / "config.json", config, recipe, overrides)
@@ -69,7 +69,9 @@ class RunRecord:
     def of(cls, summary: dict[str, Any], path: Path = Path("summary.json")) -> RunRecord:
         """The run that a summary describes: its curves, and β by its schedule."""
         try:
-            config, recipe, overrides = summary["config"], summary["recipe"], summary.get("overrides", {})
+            recipe, overrides = summary["recipe"], summary.get("overrides", {})
+            config = upgrade({**summary["config"], "overrides": overrides})
+            overrides = config.pop("overrides")
             _check(path, config, recipe, overrides)
             beta = _beta({key: config.get(key, facts.default) for key, facts in KEYS.items()})
             train = {int(k): {"loss": float(v), "beta": beta(k)} for k, v in summary.get("loss_curve", ())}

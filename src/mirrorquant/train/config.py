@@ -35,14 +35,6 @@ _LARGEST_LR = 100.0  # times the largest beta, and ten for Adam's first step, it
 _REMEDY = "a run's configuration cannot be edited: start a new run with key=value overrides"
 _IMPORT = "python -c 'import MODULE, sys; from mirrorquant.cli import main; sys.exit(main())' COMMAND ..."
 _LONGEST = 1 << 20  # bytes of a file
-_RENAMED = {  # what methods of configurations of version 1 are called now
-    "md-tanh": "md-tanh-bounded",
-    "md-tanh-primal": "md-tanh",
-    "md-softmax": "md-softmax-bounded",
-    "md-softmax-primal": "md-softmax",
-    "pmf": "pmf-exact",
-    "pmf-authors": "pmf",
-}
 
 
 class ConfigError(MirrorquantError, ValueError):
@@ -56,7 +48,7 @@ def key(default: Any, help: str, **facts: Any) -> Any:
     return field(default=default, metadata={"help": help, **facts})
 
 
-_ANNEALED = "method!=ref,bc,pq"
+_ANNEALED = "method!=" + ",".join(name for name in methods.names() if not methods.get(name).uses_beta)
 _STEPPED = f"{_ANNEALED} beta_schedule=geometric"
 
 
@@ -323,7 +315,7 @@ class Config:
             raise ConfigError(f"{path} {what}, unknown to this version of mirrorquant: use the version that wrote it")
         content = upgrade(content)
         method = content.get("method", MethodKeys.name)
-        if isinstance(method, str) and method not in methods.list():
+        if isinstance(method, str) and method not in methods.names():
             raise ConfigError(
                 f"{path} names the method {method!r:.60}, which is not registered here. If it is a custom method, "
                 f"import the module that defines it first: {_IMPORT}"
@@ -389,12 +381,15 @@ _CHANGEABLE = {name: each for name, each in KEYS.items() if each.section != "ori
 def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
     """The flat values of any version in the names of today, without their version.
 
-    >>> upgrade({"method": "md-tanh-s", "lr": 0.1})
-    {'method': 'md-tanh-s', 'lr': 0.1}
+    >>> upgrade({"method": "pmf-authors", "lr": 0.1, "overrides": {"method": "pmf-authors"}})
+    {'method': 'pmf', 'lr': 0.1, 'overrides': {'method': 'pmf'}}
     """
     current = dict(values)
-    if current.pop("version", 1) == 1 and "pmf-exact" in methods.list():
-        current["method"] = _RENAMED.get(str(current.get("method", "")), current.get("method"))
+    version = current.pop("version", 1)
+    if version == 1 and isinstance(current.get("method"), str):
+        current["method"] = methods.RENAMED.get(current["method"], current["method"])
+    if isinstance(current.get("overrides"), dict):
+        current["overrides"] = upgrade({**current["overrides"], "version": version})
     return current
 
 

@@ -17,11 +17,15 @@ from mirrorquant.errors import MirrorquantError
 from mirrorquant.train import compiling
 from mirrorquant.train.task import Task
 
-__all__ = ["Engine", "EngineError", "PlainEngine", "choose"]
+__all__ = ["Engine", "EngineError", "PlainEngine", "Unsupported", "choose"]
 
 
 class EngineError(MirrorquantError, RuntimeError):
     """An engine cannot train a task; the message says why and what to do."""
+
+
+class Unsupported(EngineError):
+    """The graph engine cannot train a task, or cannot capture it; nothing was changed."""
 
 
 class Engine(Protocol):
@@ -96,44 +100,51 @@ class PlainEngine:
 
 
 class _Guarded:
-    """The graph engine; where its first step fails, the plain one takes over (with ``strict`` it is an error).
+    """The graph engine; where it fails in its first step or cannot be captured, the plain one takes over.
 
-    That step compiles whatever the model is made of, so that much can go wrong.
+    The first step compiles whatever the model is made of, so that much can go wrong. With ``strict`` it is an error.
     """
 
     def __init__(self, task: Task, say: Callable[[str], None], *, strict: bool) -> None:
         self.task, self.say, self.strict = task, say, strict
         self.before: Any = copy.deepcopy((task.opt.state_dict(), task.model.state_dict()))
-        self.engine: Engine
+        self.engine: Engine = PlainEngine(task)
         try:
             from mirrorquant.train.graph import GraphEngine  # here, since it imports the compiler, which takes seconds
 
             self.engine = GraphEngine(task, say)
         except Exception as error:
-            self._fall_back(error, torch.zeros((), device=task.device))
+            self._fall_back(error)
 
     def step(self, k: int) -> None:
         """Trains on batch k."""
-        if self.before is None:
-            return self.engine.step(k)
-        losses = self.losses.clone()
+        losses = None if self.before is None else self.losses.clone()
+        failed: Exception
         try:
             self.engine.step(k)
             self.before = None
+            return
+        except Unsupported as error:  # raised before anything changes
+            self.engine.sync()
+            failed, losses = error, self.losses
         except Exception as error:
-            self._fall_back(error, losses)
-            self.engine.step(k)
+            if self.before is None:
+                raise
+            failed = error
+        self._fall_back(failed)
+        self.losses.copy_(losses)
+        self.engine.step(k)
 
-    def _fall_back(self, error: Exception, losses: Tensor) -> None:
+    def _fall_back(self, error: Exception) -> None:
         if self.strict:
             raise EngineError(
                 f"engine=graph cannot train this ({first_line(error)}): use engine=auto or engine=plain"
             ) from error
         self.say(f"engine=graph cannot train this ({first_line(error)}): the plain engine does, slower")
-        self.task.opt.load_state_dict(self.before[0])
-        self.task.model.load_state_dict(self.before[1])
+        if self.before is not None:
+            self.task.opt.load_state_dict(self.before[0])
+            self.task.model.load_state_dict(self.before[1])
         self.before, self.engine = None, PlainEngine(self.task)
-        self.losses.copy_(losses)
 
     def __getattr__(self, name: str) -> Any:  # name, losses, ready, score, sync, and what tests look at
         return getattr(self.engine, name)

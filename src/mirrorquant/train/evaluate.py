@@ -41,10 +41,10 @@ def layers(opt: MirrorDescent) -> list[dict[str, Any]]:
     """Name, shape, count and bits of each parameter, and whether a quantized one is off its levels now."""
     rows = []
     for group in opt.param_groups:
-        floating, levels = isinstance(group["method"], REF), group["method"].levels
-        bits = 32 if floating else (len(levels) - 1).bit_length()
+        method, floating = group["method"], isinstance(group["method"], REF)
+        bits = 32 if floating else (len(method.levels) - 1).bit_length()
         for name, p in zip(group["param_names"], group["params"], strict=True):
-            off = not floating and not levels.holds(p.detach())
+            off = not floating and method.adopted(p.detach(), opt.state[p]) is None
             rows.append({"name": name, "shape": list(p.shape), "count": p.numel(), "bits": bits, "off_levels": off})
     return rows
 

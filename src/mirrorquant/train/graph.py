@@ -1,70 +1,458 @@
-"""The graph engine: ``FastStep`` and ``FastScore`` behind the protocol of engines."""
+"""The graph engine: one CUDA graph per training step, and one per validation.
+
+A step is the plain engine's, batch for batch and formula for formula; it moves less memory and needs nothing from the
+CPU but a few numbers:
+
+- The images are on the device, and so is the plan of an epoch: the order of its images and the random numbers of its
+  augmentation. A counter on the device knows the batch.
+- All latents of a group are one flat tensor, and so are the optimizer's moments. The hooks of the method and the step
+  of a torch optimizer of the same class over the flat tensors are compiled together, into one kernel for elementwise
+  methods. A method that is not elementwise, or has a scale or more state, gets its tensors one by one.
+- The network computes with copies of the weights in its own precision (bfloat16 under autocast), which that kernel
+  writes. The latent is the float32 master: the model's own weights are written by ``sync``.
+- β and the learning rate are tensors on the device, filled before each step.
+- The first steps run as they are, which compiles them; then a step is captured, and replayed from there on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
 
 from mirrorquant._text import first_line
 from mirrorquant.data.loader import Normalise
-from mirrorquant.train.engine import PlainEngine
+from mirrorquant.methods import REF, Method
+from mirrorquant.mirrors import Beta
+from mirrorquant.optimizer import MirrorDescent, Quantized, beta_at, project, pull_back, settle
+from mirrorquant.train import beside, compiling
+from mirrorquant.train.engine import PlainEngine, Unsupported
 from mirrorquant.train.evaluate import BATCH
-from mirrorquant.train.fast import FastStep, Unsupported
-from mirrorquant.train.fast_score import FastScore
-from mirrorquant.train.objective import Objective
+from mirrorquant.train.objective import Batch
 from mirrorquant.train.task import Task
 
 __all__ = ["GraphEngine"]
 
+WARM_UP = 3
+ALIGNMENT = 64  # numbers; compiled kernels want tensors that start at multiples of 16 bytes
+_BETA, _NEXT, _LR, _SCALED_LR = range(4)  # the columns of ``knobs``
+
 
 class GraphEngine:
-    """One CUDA graph per training step, and one per validation."""
+    """Trains a task from the current state of its model and optimizer.
+
+    Args:
+        task: the task, with its model on its device and in its memory format.
+        say: gets a message where something cannot be captured.
+    """
 
     name = "graph"
 
     def __init__(self, task: Task, say: Callable[[str], None]) -> None:
-        if task.objective != Objective():
-            raise Unsupported("it has plain cross-entropy only")
-        self.task, self.say, self.scores = task, say, True
-        self.losses = torch.zeros((), device=task.device)
+        self.task, self.say, self.loader, self.device = task, say, task.loader, task.device
         task.model.train()
-        self.fast = FastStep(
-            task.model,
-            task.opt,
-            task.loader,
-            task.lr,
-            self.losses,
-            dtype=task.dtype,
-            compiled=task.compile,
-            say=say,
-        )
-        self._score: FastScore | None = None
+        self.losses = torch.zeros((), device=self.device)
+        self.knobs = torch.zeros(len(task.opt.param_groups), 4, device=self.device)
+        names: dict[Tensor, str] = {p: name for name, p in task.model.named_parameters()}
+        groups = range(len(task.opt.param_groups))
+        self.parts = [part for i in groups for part in _parts(task.opt, i, names, task.dtype)]
+        self.weights = {name: w for part in self.parts for name, w in part.weights.items()}
+        self.moving = [part for part in self.parts if not part.frozen]
+        self.masters = [(part.index, part.master) for part in self.moving if part.master is not None]
+        for index, group in enumerate(task.opt.param_groups):
+            scales = [p for p in group["params"] if p not in names]
+            self.masters += [(index, Master(scale, [scale], lambda t: [t])) for scale in scales]
+        self.base = _flat_optimizer(task.opt, self.masters, self.knobs) if self.masters else None
+        self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.order, self.draws = (t.clone() for t in self.loader.epoch(0))
+        self.offsets = torch.arange(self.loader.batch_size, device=self.device)
+        self.planned: tuple[int, list[Tensor]] | None = None
+        self.epoch, self.next, self.unsynced, self.runs = -1, -1, 0, 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.capture = self.device.type == "cuda"
+        self.validation: _Validation | None = None
+        self.scores = True
+        self._forward: Callable[..., Tensor] = self._loss
+        self._move: Callable[[], None] = self._update
+        if task.compile:
+            torch.compiler.reset()  # or the graphs of earlier runs in this process would count against the limit
+            self._forward = compiling.compiled(self._loss, dynamic=False)
+            self._move = compiling.compiled(self._update, dynamic=False)
 
     @property
     def ready(self) -> bool:
         """Whether a step is only replayed by now."""
-        return self.fast.ready
+        return self.graph is not None or (not self.capture and self.runs >= WARM_UP)
 
     def step(self, k: int) -> None:
-        """Trains on batch k."""
-        self.fast(k)
+        """Trains on batch k; in order, but any k may be the first."""
+        epoch, place = divmod(k, self.loader.batches_per_epoch)
+        if epoch != self.epoch or k != self.next:
+            self._begin(epoch, place)
+        self._fill_knobs(k)
+        if self.graph is None and self.capture and self.runs >= WARM_UP:
+            self.graph = self.captured(self._step, "this step")
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            with self.beside():
+                self._step()
+        self.next, self.unsynced, self.runs = k + 1, self.unsynced + 1, self.runs + 1
+        if place == self.loader.batches_per_epoch // 2:
+            self.planned = epoch + 1, self._plan(epoch + 1)  # while the device is busy
 
     def score(self) -> tuple[float, float]:
-        """Accuracy and loss of the rounded network; where the graph cannot serve, it says so."""
-        task = self.task
+        """Accuracy in percent and mean loss of the rounded network on the validation images."""
         if self.scores:
             try:
-                if self._score is None:
-                    normalise = Normalise(task.data.val, task.data.mean, task.data.std)
-                    self._score = FastScore(self.fast, task.data.val, normalise, BATCH, compiled=task.compile)
-                return self._score()
-            except Exception as error:
-                self._score, self.scores = None, False
+                self.validation = self.validation or _Validation(self)
+                return self.validation()
+            except Exception as error:  # it compiles whatever the model is made of
+                self.scores = False
                 self.say(f"validation in a graph does not work here ({first_line(error)}): it is done plainly, slower")
         self.sync()
-        return PlainEngine(task).score()
+        return PlainEngine(self.task).score()
 
+    @torch.no_grad()
     def sync(self) -> None:
-        """Brings model and optimizer to where the plain engine would have them."""
-        self.fast.sync()
+        """Brings the model's weights, the optimizer's state and batch norm's counters to where the latents are."""
+        if not self.unsynced:
+            return
+        opt, lr = self.task.opt, self.task.lr(self.next - 1)
+        for index, master in self.masters:
+            assert self.base is not None
+            master.return_state(opt.base, self.base, opt.base.param_groups[index])
+        for group in opt.param_groups:
+            group["lr"] = lr
+        opt.arrive(self.next)
+        for norm in self._norms():
+            norm.num_batches_tracked.add_(self.unsynced)  # type: ignore[union-attr]
+        self.unsynced = 0
+
+    # An epoch.
+
+    def _begin(self, epoch: int, place: int) -> None:
+        """Copies the epoch's plan to the device."""
+        planned, self.planned = self.planned, None
+        if planned is None or planned[0] != epoch:
+            planned = epoch, self._plan(epoch)
+        for tensor, host in zip((self.order, self.draws), planned[1], strict=True):
+            tensor.copy_(host, non_blocking=True)
+        self.place.fill_(place)
+        self.epoch = epoch
+
+    def _plan(self, epoch: int) -> list[Tensor]:
+        """The order of the images and the random numbers of their augmentation, on the CPU."""
+        plan = list(self.loader.plan(epoch))
+        return [t.pin_memory() for t in plan] if self.device.type == "cuda" else plan
+
+    def _fill_knobs(self, k: int) -> None:
+        """β, the next β and the learning rate of each group, computed in double precision as everywhere."""
+        rows, lr = [], self.task.lr(k)
+        for group in self.task.opt.param_groups:
+            beta = beta_at(group, k)
+            rows.append([beta, beta_at(group, k + 1), lr, lr * float(group["method"].step_scale(beta))])
+        host = torch.tensor(rows)
+        self.knobs.copy_(host.pin_memory() if self.device.type == "cuda" else host, non_blocking=True)
+
+    # A step.
+
+    def _step(self) -> None:
+        with _hidden_counters(self._norms()), beside.convolutions():
+            loss = self._forward(self.weights, self.place)
+            leaves = [w for part in self.moving for w in part.weights.values()]
+            grads = list(torch.autograd.grad(loss, leaves)) if leaves else []
+            beside.join()
+        with torch.no_grad():
+            for part in self.moving:
+                part.take_gradients([grads.pop(0) for _ in part.weights])
+            self._move()
+            self.losses += loss.detach()
+            self.place += 1
+
+    def _loss(self, weights: dict[str, Tensor], place: Tensor) -> Tensor:
+        """Batch, augmentation, forward pass and loss: one function, so that they compile together."""
+        chosen = place * self.loader.batch_size + self.offsets
+        images, labels = self.loader.compose(self.order[chosen], self.draws[chosen])
+        batch = Batch(self.laid_out(images), labels)
+        with self.task.autocast():
+            return self.task.objective(functional_call(self.task.model, weights, (batch.images,)), batch)
+
+    def _update(self) -> None:
+        """``MirrorDescent.step`` on flat tensors."""
+        groups = [part.quantized(self.knobs) for part in self.moving]
+        with torch.no_grad():
+            pull_back(groups)
+            if self.base is not None:
+                inspect.unwrap(type(self.base).step)(self.base)  # without the hooks around it, which break the graph
+            settle(groups)
+            project([part.quantized(self.knobs, _NEXT) for part in self.moving])
+
+    def laid_out(self, images: Tensor) -> Tensor:
+        """Images in the memory format of the model."""
+        return images.contiguous(memory_format=torch.channels_last) if self.task.channels_last else images
+
+    def captured(self, work: Callable[[], None], what: str) -> torch.cuda.CUDAGraph:
+        """A CUDA graph of the work."""
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                work()
+        except RuntimeError as error:
+            raise Unsupported(f"{what} cannot be captured in a CUDA graph: {first_line(error)}") from error
+        return graph
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Work that warms up for a capture runs on its own stream."""
+        if not self.capture:
+            yield
+            return
+        stream: torch.cuda.Stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    def _norms(self) -> list[nn.modules.batchnorm._BatchNorm]:
+        norms = [m for m in self.task.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        return [m for m in norms if m.num_batches_tracked is not None and m.momentum is not None]
+
+
+class _Validation:
+    """Rounds the latents and evaluates the network that they give, in one CUDA graph."""
+
+    def __init__(self, engine: GraphEngine) -> None:
+        task, self.engine = engine.task, engine
+        self.images, self.normalise = task.data.val, Normalise(task.data.val, task.data.mean, task.data.std)
+        self.rounded = [(part, torch.zeros_like(part.image)) for part in engine.moving]
+        self.weights = {name: weight.detach() for name, weight in engine.weights.items()}
+        for part, image in self.rounded:
+            self.weights |= dict(zip(part.weights, part.views(image), strict=True))
+        self.totals = torch.zeros(2, device=engine.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._tally: Callable[..., Tensor] = self._batch
+        self._round: Callable[[], None] = self._rounding
+        if task.compile:
+            self._tally = compiling.compiled(self._batch, dynamic=False)
+            self._round = compiling.compiled(self._rounding, dynamic=False)
+
+    @torch.no_grad()
+    def __call__(self) -> tuple[float, float]:
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            with self.engine.beside():
+                self._run()
+            if self.engine.capture:
+                self.graph = self.engine.captured(self._run, "validation")
+        right, loss = self.totals.tolist()
+        return 100 * right / len(self.images), loss / len(self.images)
+
+    def _run(self) -> None:
+        model = self.engine.task.model
+        model.eval()
+        try:
+            self._round()
+            self.totals.zero_()
+            for start in range(0, len(self.images), BATCH):
+                batch = slice(start, start + BATCH)
+                self.totals += self._tally(self.weights, self.images.images[batch], self.images.labels[batch])
+        finally:
+            model.train()
+
+    def _rounding(self) -> None:
+        groups = [part.quantized(self.engine.knobs, _NEXT)._replace(weights=[image]) for part, image in self.rounded]
+        with torch.no_grad():
+            project(groups, rounded=True)
+
+    def _batch(self, weights: dict[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
+        task, x = self.engine.task, self.engine.laid_out(self.normalise(images))
+        with task.autocast():
+            logits = functional_call(task.model, weights, (x,))
+        return task.objective.tally(logits, labels)
+
+
+class _Float(Method):
+    """A float weight with a float32 master."""
+
+    def project(self, latent: Tensor, beta: Beta) -> Tensor:
+        """The master."""
+        return latent
+
+    def round(self, latent: Tensor, beta: Beta) -> Tensor:
+        """The master."""
+        return latent
+
+
+class Master:
+    """A tensor that the flat optimizer moves, and the tensors of the user's optimizer that are views of it."""
+
+    def __init__(self, tensor: Tensor, members: list[Tensor], views: Callable[[Tensor], list[Tensor]]) -> None:
+        self.tensor, self.members, self.views = tensor, members, views
+        tensor.grad = torch.zeros_like(tensor)
+
+    def take_state(self, base: Optimizer, flat: Optimizer) -> None:
+        """Moments become flat tensors; what is no moment, such as a step count, must be the same for all members."""
+        states = [base.state.get(member, {}) for member in self.members]
+        for name, value in states[0].items():
+            if isinstance(value, Tensor) and value.shape == self.members[0].shape:
+                value = torch.zeros_like(self.tensor)
+                for view, state in zip(self.views(value), states, strict=True):
+                    view.copy_(state[name])
+            elif any(state.get(name) != value for state in states):
+                raise Unsupported("the optimizer has taken more steps for some parameters than for others")
+            elif isinstance(value, Tensor):
+                value = value.to(self.tensor.device).clone()
+            flat.state[self.tensor][name] = value
+
+    def return_state(self, base: Optimizer, flat: Optimizer, group: dict[str, Any]) -> None:
+        """The inverse; moments are views."""
+        device = self.tensor.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+        for name, value in flat.state[self.tensor].items():
+            values = [value for _ in self.members]
+            if isinstance(value, Tensor):
+                moment = value.shape == self.tensor.shape
+                values = self.views(value) if moment else [value.to(device, copy=True) for _ in self.members]
+            for member, own in zip(self.members, values, strict=True):
+                base.state[member][name] = own
+
+
+class Part:
+    """Parameters of one group that compute in one precision, in flat tensors; or one parameter in its own shape.
+
+    ``state["latent"]`` is the master that the base optimizer moves; the network computes with ``image`` and gives
+    ``image.grad``; ``weights`` are views of the image, one per parameter.
+    """
+
+    def __init__(
+        self, opt: MirrorDescent, index: int, params: dict[str, Tensor], dtype: torch.dtype, *, flat: bool
+    ) -> None:
+        method = opt.param_groups[index]["method"]
+        self.index, self.flat, self.layout = index, flat, [p.detach() for p in params.values()]
+        self.method: Method = _Float() if isinstance(method, REF) else method
+        self.frozen = opt.finalized and not isinstance(method, REF)
+        moved = [opt.state.get(p, {}).get("latent", p) for p in params.values()]
+        self.starts, end = [], 0
+        for p in self.layout:
+            self.starts.append(end)
+            end += -(-p.numel() // ALIGNMENT) * ALIGNMENT
+        like = self.layout[0]
+        self.image = like.new_zeros(end, dtype=dtype) if flat else torch.zeros_like(like, dtype=dtype)
+        self.weights = {}
+        for name, view, p in zip(params, self.views(self.image), self.layout, strict=True):
+            self.weights[name] = view.copy_(p).detach().requires_grad_(not self.frozen)
+        self.image.grad = torch.zeros_like(self.image)
+        self.state: dict[str, Any] = opt.state.get(next(iter(params.values())), {})
+        if flat and not self.frozen:
+            lifted = moved[0].shape[: moved[0].dim() - like.dim()]
+            self.state = {"latent": like.new_zeros(*lifted, end, dtype=moved[0].dtype)}
+            for tensor, view in zip(moved, self.views(self.state["latent"]), strict=True):
+                tensor.data = view.copy_(tensor.detach())
+        self.master = None
+        if not self.frozen:
+            self.master = Master(self.state["latent"], moved, self.views)
+            with torch.no_grad():  # in the flat tensor, as later on: the last bit may depend on the place
+                self.image.copy_(self.method.image(self.state, opt.param_groups[index]["beta"]))
+
+    def quantized(self, knobs: Tensor, beta: int = _BETA) -> Quantized:
+        """The part as one group of the optimizer, with the current β or the next."""
+        row = knobs[self.index]
+        return Quantized([""], [self.image], [self.state], self.method, row[beta], row[_LR])
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The tensors of which a flat one (or each row of it) is made up, in shape and memory format."""
+        if not self.flat:
+            return [flat]
+        parts = [flat[..., a : a + p.numel()] for a, p in zip(self.starts, self.layout, strict=True)]
+        return [_shape(part, p) for part, p in zip(parts, self.layout, strict=True)]
+
+    def take_gradients(self, grads: list[Tensor]) -> None:
+        """Copies the gradients of the weights into that of the image."""
+        assert self.image.grad is not None
+        torch._foreach_copy_(self.views(self.image.grad), grads)
+
+
+def _parts(opt: MirrorDescent, index: int, names: dict[Tensor, str], dtype: torch.dtype) -> list[Part]:
+    """A group's matrices and kernels in the precision of the network, its vectors (biases, norms) in float32."""
+    group, method = opt.param_groups[index], opt.param_groups[index]["method"]
+    if method.step_scale(2.0) != 1.0 and opt.base.param_groups[index].get("weight_decay"):
+        raise Unsupported(f"{type(method).__name__} divides weight decay by beta, the graph engine does not")
+    params = {names[p]: p for p in group["params"] if p in names}  # all but learnt scales
+    if any(p.dtype != torch.float32 or p.dim() == 0 or p.numel() == 0 for p in params.values()):
+        raise Unsupported("there are parameters that are not float32, or without a dimension, or empty")
+    thin = {name for name, p in params.items() if p.dim() <= 1}
+    kinds = [dtype if name not in thin else torch.float32 for name in params]
+    if not isinstance(method, REF) and not _elementwise(method):
+        return [Part(opt, index, {n: p}, kind, flat=False) for (n, p), kind in zip(params.items(), kinds, strict=True)]
+    found = []
+    for kind in dict.fromkeys(kinds):
+        chosen = {name: p for (name, p), own in zip(params.items(), kinds, strict=True) if own == kind}
+        found.append(Part(opt, index, chosen, kind, flat=True))
+    return found
+
+
+def _elementwise(method: Method) -> bool:
+    """Whether all hooks give the same for a flat tensor as for the tensors that it is made of: tried on some."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((3, 4), (2, 1, 5), (7, 1))]
+    if method.scale is not None or method.start(tensors[0], method.lift(tensors[0])):
+        return False
+
+    def results(weight: Tensor, grad: Tensor) -> list[Tensor]:
+        latent = method.lift(weight)
+        hooks = [latent, method.pull_back(grad, latent, 3.0), method.settle(latent.clone(), 3.0, 0.1)]
+        hooks += [method.project(latent, 3.0), method.round(latent, 3.0)]
+        return [t.flatten(t.dim() - weight.dim()) for t in hooks]
+
+    apart = zip(*[results(t, t.cos()) for t in tensors], strict=True)
+    flat = torch.cat([t.flatten() for t in tensors])
+    together = results(flat, flat.cos())
+    return all(torch.allclose(torch.cat(a, -1), b, 1e-4, 1e-5) for a, b in zip(apart, together, strict=True))
+
+
+def _flat_optimizer(opt: MirrorDescent, masters: list[tuple[int, Master]], knobs: Tensor) -> Optimizer:
+    """An optimizer of the same class over the masters, whose learning rates are on the device."""
+    changed = {"foreach": False, "fused": False, "capturable": knobs.is_cuda}
+    groups: list[dict[str, Any]] = []
+    for index, theirs in enumerate(opt.base.param_groups):
+        own = {k: changed.get(k, v) for k, v in theirs.items() if k not in ("params", "param_names", "initial_lr")}
+        params = [master.tensor for i, master in masters if i == index]
+        groups += [{**own, "params": params, "lr": knobs[index, _SCALED_LR]}] if params else []
+    kind: Any = type(opt.base)
+    known = inspect.signature(kind).parameters
+    flat: Optimizer = kind(groups, **{k: changed.get(k, v) for k, v in opt.base.defaults.items() if k in known})
+    for _, master in masters:
+        master.take_state(opt.base, flat)
+    return flat
+
+
+# Layouts: a flat tensor holds each parameter as it lies in memory.
+
+
+def _shape(flat: Tensor, like: Tensor) -> Tensor:
+    """A view of n numbers (d×n: of each row) in the shape and memory format of a parameter."""
+    if like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous():
+        out, channels, height, width = like.shape
+        return flat.view(*flat.shape[:-1], out, height, width, channels).movedim(-1, -3)
+    return flat.view(*flat.shape[:-1], *like.shape)
+
+
+@contextmanager
+def _hidden_counters(norms: list[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
+    """Batch norms without their counters, which nothing reads and which would cost a kernel each."""
+    counters = [norm.num_batches_tracked for norm in norms]
+    for norm in norms:
+        norm.num_batches_tracked = None
+    try:
+        yield
+    finally:
+        for norm, counter in zip(norms, counters, strict=True):
+            norm.num_batches_tracked = counter

@@ -1,0 +1,91 @@
+"""Methods: the paper's algorithms and the baselines it compares with, each a few lines of hooks.
+
+Quantization methods "mainly differ in the constraint set, the projection used, and how backpropagation through the
+projection is performed": so that is all that a method defines. A plain optimizer moves a latent tensor x̃ by −D; the
+model's weight is its image. One step k, with β_k the annealing hyperparameter:
+
+    latent.grad = pull_back(dL/dw, latent, β)        # default: the gradient itself, which is mirror descent
+    latent      = latent − step_scale(β) · D         # the base optimizer; step_scale is 1, and β in the primal forms
+    latent      = settle(latent, β, lr)              # default: unchanged
+    weight      = project(latent, β_{k+1})
+
+A custom method is a subclass, usable as an object, or by its name once it is defined:
+
+>>> import torch, mirrorquant as mq
+>>> class Clip(mq.Method):
+...     '''BinaryRelax-like: projects by clipping.'''
+...     name = "clip"
+...     def project(self, latent, beta):
+...         return (beta * latent).clamp(self.levels[0], self.levels[-1])
+>>> mq.methods.get("clip", mq.BINARY)
+Clip(levels=Levels(-1.0, 1.0))
+
+A custom projection needs no method at all, and any method can scale its levels to the weights:
+
+>>> arctan = mq.mirror_from(lambda x: 2 / torch.pi * torch.atan(x), (-1, 1))
+>>> method = mq.methods.MD(mirror=arctan)
+>>> mq.methods.MDTanhS(mq.TERNARY, scale=mq.Scale("channel"))
+MDTanhS(levels=Levels(-1.0, 0.0, 1.0), scale=Scale(per='channel', how='fixed'))
+
+A module added to this package is imported with it, so that its methods are known by name everywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Iterable
+
+from mirrorquant.levels import BINARY, Levels
+from mirrorquant.methods.base import Method, Scale
+from mirrorquant.methods.baselines import BC, PQ, REF
+from mirrorquant.methods.softmax import PMF, MDSoftmax, MDSoftmaxBounded, MDSoftmaxS, PMFExact
+from mirrorquant.methods.tanh import MD, GDTanh, MDTanh, MDTanhBounded, MDTanhS
+
+__all__ = ["BC", "MD", "PMF", "PQ", "REF", "GDTanh", "MDSoftmax", "MDSoftmaxBounded", "MDSoftmaxS", "MDTanh"]
+__all__ += ["MDTanhBounded", "MDTanhS", "Method", "PMFExact", "Scale", "get", "names"]
+
+RENAMED = {
+    "md-tanh": "md-tanh-bounded",
+    "md-tanh-primal": "md-tanh",
+    "md-softmax": "md-softmax-bounded",
+    "md-softmax-primal": "md-softmax",
+    "pmf": "pmf-exact",
+    "pmf-authors": "pmf",
+}
+"""Names in files of version 0.1, where they differ from today's."""
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
+
+
+def get(method: str | Method, levels: Iterable[float] | None = None, scale: Scale | None = None) -> Method:
+    """A method by name, for the given levels (binary by default) and scale; a method object as it is.
+
+    >>> get("md-tanh-s", [-1, 0, 1])
+    MDTanhS(levels=Levels(-1.0, 0.0, 1.0))
+    """
+    if isinstance(method, Method):
+        if levels is not None and Levels.of(levels) != method.levels:
+            raise ValueError(f"{method} brings its own levels, but {Levels.of(levels)} were given too: give one")
+        if scale is not None and scale != method.scale:
+            raise ValueError(f"{method} decides about its scale, but {scale} was given too: give one")
+        return method
+    if method not in Method.registry:
+        near = difflib.get_close_matches(str(method), Method.registry, 1)
+        hint = f"did you mean {near[0]!r}?" if near else "known are " + ", ".join(Method.registry)
+        raise ValueError(f"there is no method {method!r}: {hint}")
+    return Method.registry[method](Levels.of(BINARY if levels is None else levels), scale=scale)
+
+
+def names() -> list[str]:
+    """The names of all methods; ``get(name).describe()`` is a line about one.
+
+    >>> for name in names():
+    ...     print(f"{name:13} {get(name).describe()}")
+    ref           Floating-point reference: nothing is quantized.
+    bc            BinaryConnect: sign(w̃) forward, straight-through gradient where w̃ is in the hull.
+    ...
+    """
+    return list(Method.registry)
