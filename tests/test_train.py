@@ -567,6 +567,7 @@ WRONG = [
     ("model/conv1.weight", lambda w: w.double(), "conv1.weight is float64 of shape"),
     ("model/conv1.weight", lambda w: w * math.nan, "model: conv1.weight holds NaN"),
     ("model/conv1.weight", lambda w: w.to_sparse(), "conv1.weight is a Tensor, expected a tensor"),
+    ("model/fc.bias", lambda w: -w, "fc.bias was changed since the optimizer wrote it"),
     ("best/fc.bias", "x", "best: fc.bias is 'x'"),
     ("optimizer", [], "optimizer is a list, expected a dictionary"),
     ("optimizer/param_groups/0/betas", (0.9, 2.0), "optimizer: param_groups: 0: betas: 1 is 2.0, expected 0.999"),

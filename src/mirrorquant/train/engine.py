@@ -74,7 +74,7 @@ class PlainEngine:
         loss.backward()  # type: ignore[no-untyped-call]
         try:
             task.opt.step()
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             raise EngineError(f"{error}. The last checkpoint is intact") from error
         self.losses += loss.detach()
 
