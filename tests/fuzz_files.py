@@ -1,8 +1,8 @@
-"""Changed packed files: each must be refused in one line, or be a consistent file; and none may take much memory.
+"""Changed packed files: each must be rejected in one line, or be consistent, and none may take much memory.
 
     python tests/fuzz_files.py [COUNT] [SEED] [EVERY]
 
-Half of the files are damaged, and must be refused for their digest; the others are forged, with a digest that fits.
+Half of the files are damaged and must be rejected for their digest; the others are forged, with a matching digest.
 One file in EVERY also goes through the command line. The memory of the process is limited to 1 GB above what it has
 after a few hundred files. Prints the outcomes as JSON.
 """
@@ -57,7 +57,7 @@ def changed(seed):
 
 
 def outcome(seed, path):
-    """What becomes of a changed file: refused, the same model, or the other model that a forger sealed."""
+    """The outcome for a changed file: refused, the same model, or another model that a forger sealed."""
     original, content, found, x, fits = changed(seed)
     path.write_bytes(found)
     loaded, told = None, ""
@@ -84,7 +84,7 @@ def outcome(seed, path):
 
 
 def by_command(seed, path):
-    """What the command line makes of a changed file: exit codes of summary, eval and export."""
+    """The exit codes of summary, eval and export for a changed file."""
     path.write_bytes(changed(seed)[2])
     codes = []
     onnx = str(path.with_suffix(".onnx"))

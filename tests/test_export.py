@@ -245,7 +245,7 @@ def test_other_architectures_are_packed_saved_loaded_and_exported_at_one_bit_per
 
 
 class Constants(nn.Module):
-    """Tensors that are none of the model's state."""
+    """Tensors that are not in the model's state."""
 
     def __init__(self):
         super().__init__()
@@ -258,7 +258,7 @@ class Constants(nn.Module):
 
 @pytest.mark.parametrize("to", ["onnx", "openvino"])
 @torch.no_grad()
-def test_tensors_that_are_no_state_are_constants(to, tmp_path):
+def test_tensors_outside_the_state_are_constants(to, tmp_path):
     model, x, path = on_levels(Constants()), torch.randn(3, 8), tmp_path / {"onnx": "a.onnx", "openvino": "a.xml"}[to]
     mq.export(model, path, (8,), to=to)
     assert close(in_openvino(path, x), model, x)
@@ -644,7 +644,7 @@ def test_an_openvino_export_without_space_leaves_the_older_pair(pairs, exported)
 
 
 @pytest.mark.parametrize("to", ["onnx", "openvino"])
-def test_an_exported_file_tells_what_it_is_about(to, tmp_path, capsys):
+def test_an_exported_file_has_the_metadata_of_the_model(to, tmp_path, capsys):
     path, runs = (
         tmp_path / {"onnx": "net.onnx", "openvino": "net.xml"}[to],
         {"onnx": OnnxModel, "openvino": OpenVinoModel},

@@ -1,4 +1,4 @@
-"""Packed files: small, self-describing, exact; and whatever is wrong with one is told in one error."""
+"""Packed files are small, self-describing and exact, and every problem with one is reported in one error."""
 
 import hashlib
 import json
@@ -218,7 +218,7 @@ def test_other_tools_can_read_it(tmp_path):
     assert read(tmp_path / "net.safetensors").about == {"accuracy": 98.6}
 
 
-def test_a_model_of_ones_own_needs_its_structure(tmp_path):
+def test_a_custom_model_needs_its_structure(tmp_path):
     model, path = small(), tmp_path / "net.safetensors"
     mq.save(model, path)
     with pytest.raises(PackError, match=r"net\.safetensors: it holds a model that is not from this library: pass one"):
@@ -287,7 +287,7 @@ def test_a_model_in_another_dtype_comes_back_in_it(dtype, tmp_path):
         mq.load(tmp_path / "net.safetensors", mq.models.digitsnet())
 
 
-def test_a_changed_model_of_this_library_is_one_of_ones_own(tmp_path):
+def test_a_changed_model_of_this_library_is_a_custom_one(tmp_path):
     model = network("digitsnet")
     model.fc = on_levels(nn.Linear(64, 10, bias=False))
     mq.save(model, tmp_path / "net.safetensors")
@@ -322,7 +322,7 @@ def test_buffers_of_any_kind_are_kept(tmp_path):
             mq.save(small(), tmp_path / "net.safetensors", about=about)
 
 
-def test_what_is_told_of_a_model_stays_with_it(tmp_path):
+def test_metadata_stay_with_a_model(tmp_path):
     path, again = tmp_path / "net.safetensors", tmp_path / "again.safetensors"
     mq.save(network("digitsnet"), path, about={"accuracy": 98.6})
     loaded = mq.load(path)
@@ -487,7 +487,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lying_header_is_refused_and_named(lie):
+def test_a_lying_header_is_rejected_with_the_reason(lie):
     change, message = LIES[lie]
     path = scratch(lying(change))
     with pytest.raises(PackError) as told:
@@ -547,7 +547,7 @@ def test_a_changed_file_is_refused_or_consistent(seed):
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**40))
-def test_the_command_line_tells_of_a_changed_file_in_one_line(seed):
+def test_the_command_line_reports_a_changed_file_in_one_line(seed):
     by_command(seed, FOLDER[0] / "scratch.safetensors")
 
 

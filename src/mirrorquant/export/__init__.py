@@ -50,7 +50,8 @@ def export(
     On processors that have bfloat16 instructions OpenVINO uses them by default, which is less exact.
     Compile the model with ``{"INFERENCE_PRECISION_HINT": "f32"}`` for the results of this library.
 
-    Files are written atomically: when an export fails, the files of an earlier one are still there.
+    Before a file is written, its runtime runs it once, and the outputs are compared with those of the model. Files are
+    written atomically: when an export fails, the files of an earlier one are still there.
 
     Args:
         model: a model after ``MirrorDescent.finalize()``, or a packed one, with one input (a batch) and one output.

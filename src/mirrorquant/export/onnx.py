@@ -20,6 +20,8 @@ try:
     import onnx_ir
     from onnx_ir.passes import common as passes
     from onnxscript import optimizer
+    from onnxscript.rewriter import RewritePass
+    from onnxscript.rewriter.rules.common import remove_optional_bias_from_conv_rule
 except ImportError as error:
     raise PackError("exports need the packages onnx and onnxscript: pip install 'mirrorquant[onnx]'") from error
 
@@ -67,6 +69,7 @@ def _simplify(model: onnx_ir.Model) -> None:
 
     optimizer.fold_constants(model, should_fold=should_fold)
     for clean in (
+        RewritePass([remove_optional_bias_from_conv_rule]),  # torch gives every convolution a bias, perhaps of zeros
         passes.RemoveUnusedNodesPass(),
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
         passes.DeduplicateInitializersPass(),
