@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from mirrorquant.packing import kernels
 from mirrorquant.packing.kernels import gpu
+from mirrorquant.packing.kernels.layer import Epilogue, Geometry
 
 CALLS = 20
 
@@ -103,9 +104,7 @@ def main() -> None:
         for rows in (1, 2, 4, 8, 16):
             x = torch.randn(rows, size, device="cuda", dtype=dtype)
             float_us = microseconds(lambda x=x, weight=weight: F.linear(x, weight))
-            packed_us = microseconds(
-                lambda x=x: gpu.linear(x, prepared, (size, size), levels, None, None, None, False, "float32")
-            )
+            packed_us = microseconds(lambda x=x: gpu.linear(x, prepared, Geometry((size, size), levels), Epilogue()))
             times.append(
                 {
                     "dtype": str(dtype),

@@ -323,8 +323,8 @@ class Case:
                 op = ops.conv2d if self.conv else ops.linear
                 o = [self.operands.get(name) for name in ("x", "prepared", "scale", "shift", "residual")]
                 rest = [arguments[n] for n in ("stride", "padding", "dilation", "groups")] if self.conv else []
-                return op(o[0], o[1], arguments["shape"], arguments["levels"], *o[2:], arguments["relu"], *rest,
-                          arguments["activation"])  # fmt: skip
+                geometry = [arguments[name] for name in ("shape", "levels", "activation")]
+                return op(o[0], o[1], *geometry, *rest, *o[2:], arguments["relu"])
             if mode == "vmap":
                 self.may_fail = True
                 others = {k: v for k, v in self.operands.items() if k not in ("x", "residual")}

@@ -18,6 +18,7 @@ import mirrorquant
 from mirrorquant.levels import Levels
 from mirrorquant.packing import kernels
 from mirrorquant.packing.kernels import fallback, gpu, native, ops
+from mirrorquant.packing.kernels.layer import Epilogue
 from mirrorquant.packing.kernels.layout import HEADER_BYTES
 from mirrorquant.packing.kernels.prepared import weight
 
@@ -116,7 +117,7 @@ def check_convolution(path: str, case: dict) -> None:
         finished_signs = kernels.conv2d(x, prepared, **run, **epilogue, activation="binary")
     assert y.is_contiguous(memory_format=suggest_memory_format(x))
     assert bool(((y - exact).abs() <= TOLERANCE * bound).all())
-    after = fallback.epilogue(exact, **epilogue)
+    after = fallback.finish(exact, Epilogue(**epilogue))
     size = bound * (epilogue["scale"].max() if case["scale"] else 1) + after.abs() + exact.abs() + 1
     assert bool(((finished - after).abs() <= TOLERANCE * size).all())
     binary, _ = conv64(Levels(-1, 1).nearest(x), codes, levels, **window)
@@ -124,15 +125,15 @@ def check_convolution(path: str, case: dict) -> None:
         torch.testing.assert_close(signs, binary.float())
     else:  # rounded once where the levels are halves and quarters: float32 holds the sum itself
         assert torch.equal(signs, binary.float())
-        assert torch.equal(finished_signs, fallback.epilogue(*after_scale(binary.float(), levels, epilogue)))
+        assert torch.equal(finished_signs, fallback.finish(*after_scale(binary.float(), levels, Epilogue(**epilogue))))
 
 
-def after_scale(y: Tensor, levels: tuple[float, ...], epilogue: dict) -> tuple:
+def after_scale(y: Tensor, levels: tuple[float, ...], epilogue: Epilogue) -> tuple[Tensor, Epilogue]:
     """The levels' constant belongs to the scale where they are symmetric, as the kernels have it."""
     a, b = fallback.affine(levels)
     if b == 0:
-        y, epilogue = y / a, {**epilogue, "scale": fallback.fold(epilogue["scale"], a, y.shape[1], y)}
-    return (y, *epilogue.values())
+        y, epilogue = y / a, fallback.fold(epilogue, a, y, y.shape[1])
+    return y, epilogue
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -689,11 +690,11 @@ def test_operators_pass_opcheck(path: str, activation: str) -> None:
         codes = codes_of((16, 8, 3, 3), BINARY)
         prepared, x = kernels.prepare(codes, BINARY), torch.randn(2, 8, 6, 6)
         tail = (torch.rand(16), torch.randn(16), torch.randn(2, 16, 3, 3), True)
-        window = ([2, 2], [1, 1], [1, 1], 1, activation)
+        window = (activation, [2, 2], [1, 1], [1, 1], 1)
         for inputs in (x, x.to(memory_format=torch.channels_last)):
-            torch.library.opcheck(ops.conv2d, (inputs, prepared, list(codes.shape), list(BINARY), *tail, *window))
+            torch.library.opcheck(ops.conv2d, (inputs, prepared, list(codes.shape), list(BINARY), *window, *tail))
         flat = kernels.prepare(codes.view(16, 72), BINARY)
-        rows = (torch.randn(3, 72), flat, [16, 72], list(BINARY), None, None, None, False, activation)
+        rows = (torch.randn(3, 72), flat, [16, 72], list(BINARY), activation, None, None, None, False)
         torch.library.opcheck(ops.linear, rows)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from mirrorquant.levels import BINARY
 from mirrorquant.packing.kernels import ops
+from mirrorquant.packing.kernels.layer import Epilogue, Geometry
 
 __all__ = ["compiled", "fuse"]
 
@@ -98,31 +99,33 @@ def fuse(graph: fx.Graph) -> None:
 
 
 def _fuse_layer(graph: fx.Graph, node: fx.Node) -> None:
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    call: dict[str, Any] = dict(zip(names, node.args, strict=True))
-    call |= {name: tuple(value) for name, value in call.items() if isinstance(value, list)}
-    source, last = _signed(call["x"]), node
-    if source is not None and call["levels"] == tuple(BINARY):
-        call |= {"x": source, "activation": "binary"}
+    fields: Any
+    x, prepared, *fields = node.args
+    geometry, epilogue = Geometry.of(*fields[:-4]), Epilogue(*fields[-4:])
+    if epilogue.residual is not None or epilogue.relu:
+        return
+    source, last = _signed(x), node
+    if source is not None and geometry.levels == tuple(BINARY):
+        x, geometry = source, geometry._replace(activation="binary")
     norm = _norm_after(node) if node.target is _CONV or node.meta["val"].dim() == 2 else None
     if norm is not None:
         last = _only_user(norm)
         with graph.inserting_before(last):
-            vectors = (*norm.args[1:5], norm.args[6], call["scale"], call["shift"])
+            vectors = (*norm.args[1:5], norm.args[6], epilogue.scale, epilogue.shift)
             folded = graph.call_function(_cached(_folded_vectors), vectors)
-            for place, name in enumerate(("scale", "shift")):
-                call[name] = graph.call_function(operator.getitem, (folded, place))
+            vectors = tuple(graph.call_function(operator.getitem, (folded, place)) for place in (0, 1))
+            epilogue = Epilogue(*vectors)
     residual = _added_to(last)
     if residual is not None:
-        last, call["residual"] = _only_user(last), residual
+        last, epilogue = _only_user(last), epilogue._replace(residual=residual)
     follower = _only_user(last)
     if follower is not None and follower.target is _aten.relu.default:
-        last, call["relu"] = follower, True
+        last, epilogue = follower, epilogue._replace(relu=True)
     with graph.inserting_before(last):
         if node.target is _CONV:
-            done = graph.call_function(ops.conv2d_now, (), {**call, "layout": False})
+            done = graph.call_function(ops.conv2d_now, (x, prepared, geometry, epilogue, False))
         else:
-            done = graph.call_function(ops.linear_now, (), call)
+            done = graph.call_function(ops.linear_now, (x, prepared, geometry, epilogue))
     done.meta = last.meta
     last.replace_all_uses_with(done)
 
@@ -149,13 +152,13 @@ def _only_user(node: fx.Node) -> Any:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _signed(node: fx.Node) -> Any:
+def _signed(node: Any) -> Any:
     """The x of ``BinaryActivation()(x)``, if the node is that: where(x >= 0, 1, full_like(x, -1))."""
     if node.target is not _aten.where.self:
         return None
     condition, one, other = node.args
     found = [(part.target, part.args) for part in (condition, one, other) if isinstance(part, fx.Node)]
-    x = condition.args[0]  # type: ignore[union-attr]
+    x = condition.args[0]
     wanted = [(_aten.ge.Scalar, (x, 0.0)), (_aten.scalar_tensor.default, (1.0,)), (_aten.full_like.default, (x, -1.0))]
     return x if found == wanted else None
 

@@ -41,6 +41,7 @@ from torch import Tensor
 from mirrorquant.packing.kernels import ops
 from mirrorquant.packing.kernels.dispatch import KernelsError, active, available, describe, force
 from mirrorquant.packing.kernels.gate import refuse_gradient
+from mirrorquant.packing.kernels.layer import Epilogue, Geometry
 from mirrorquant.packing.kernels.prepared import prepare
 
 __all__ = ["KernelsError", "active", "available", "conv2d", "describe", "force", "linear", "prepare"]
@@ -92,12 +93,12 @@ def conv2d(
         tensor([[ 8., 12., 12.,  8.],
                 [12., 18., 18., 12.]])
     """
-    refuse_gradient(x, scale, shift, residual)
-    call = ops.conv2d_now if ops.is_plain(x, prepared, scale, shift, residual) else ops.conv2d
-    result: Tensor = call(
-        x, prepared, shape, levels, scale, shift, residual, relu, stride, padding, dilation, groups, activation
-    )
-    return result
+    geometry = Geometry.of(shape, levels, activation, stride, padding, dilation, groups)
+    epilogue = Epilogue(scale, shift, residual, relu)
+    refuse_gradient(x, epilogue)
+    if ops.is_plain(x, prepared, *epilogue[:3]):
+        return ops.conv2d_now(x, prepared, geometry, epilogue)
+    return ops.conv2d(x, prepared, *geometry, *epilogue)  # type: ignore[no-any-return]
 
 
 def linear(
@@ -128,7 +129,8 @@ def linear(
     Returns:
         [..., O].
     """
-    refuse_gradient(x, scale, shift, residual)
-    call = ops.linear_now if ops.is_plain(x, prepared, scale, shift, residual) else ops.linear
-    result: Tensor = call(x, prepared, shape, levels, scale, shift, residual, relu, activation)
-    return result
+    geometry, epilogue = Geometry.of(shape, levels, activation), Epilogue(scale, shift, residual, relu)
+    refuse_gradient(x, epilogue)
+    if ops.is_plain(x, prepared, *epilogue[:3]):
+        return ops.linear_now(x, prepared, geometry, epilogue)
+    return ops.linear(x, prepared, *geometry[:3], *epilogue)  # type: ignore[no-any-return]

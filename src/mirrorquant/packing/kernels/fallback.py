@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mirrorquant.levels import BINARY
+from mirrorquant.packing.kernels.layer import Epilogue, Geometry
 
-__all__ = ["affine", "apply", "decode", "epilogue", "fold", "quantize_rows"]
+__all__ = ["affine", "apply", "convolution", "decode", "finish", "fold", "quantize_rows"]
 
 _SLACK = 1e-6
 
@@ -57,30 +58,14 @@ def decode(codes: Tensor, levels: Sequence[float]) -> Tensor:
     return torch.tensor(tuple(levels), dtype=torch.float32, device=codes.device)[codes.long()]
 
 
-def apply(
-    x: Tensor,
-    weight: Tensor,
-    levels: Sequence[float],
-    *,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    residual: Tensor | None = None,
-    relu: bool = False,
-    stride: Sequence[int] = (1, 1),
-    padding: Sequence[int] = (0, 0),
-    dilation: Sequence[int] = (1, 1),
-    groups: int = 1,
-    activation: str = "float32",
-) -> Tensor:
+def apply(x: Tensor, weight: Tensor, geometry: Geometry, epilogue: Epilogue) -> Tensor:
     """relu?(scale[o] * (W * act(x)) + shift[o] + residual), convolution or linear by the dimensions of ``weight``."""
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
-        if weight.dim() == 2:
-            return F.linear(x, weight)
-        return convolution(x, weight, stride, padding, dilation, groups)
+        return F.linear(x, weight) if weight.dim() == 2 else convolution(x, weight, *geometry[3:])
 
-    a, b = 1.0, 0.0
-    if activation != "float32" and (unit := affine(levels)):
+    (a, b), activation = (1.0, 0.0), geometry.activation
+    if activation != "float32" and (unit := affine(geometry.levels)):
         a, b = unit
         if unit != (1.0, 0.0):  # exact: a level minus b, over a, is -1, 0 or +1 but for its rounding
             weight = ((weight - b) / a).round()
@@ -93,7 +78,7 @@ def apply(
     y = product(x, weight) * step if activation == "int8" else product(x, weight)
     if b != 0:
         y, a = a * y + b * (product(x, torch.ones_like(weight)) * step), 1.0
-    return epilogue(y, fold(scale, a, weight.shape[0], y), shift, residual, relu, -1 if weight.dim() == 2 else 1)
+    return finish(y, fold(epilogue, a, y, weight.shape[0]), -1 if weight.dim() == 2 else 1)
 
 
 def convolution(
@@ -109,20 +94,20 @@ def convolution(
     return F.conv2d(x, weight, None, tuple(stride), tuple(padding), tuple(dilation), groups)
 
 
-def fold(scale: Tensor | None, a: float, channels: int, like: Tensor) -> Tensor | None:
-    """The constant of the levels, in the scale of the channels."""
+def fold(epilogue: Epilogue, a: float, like: Tensor, channels: int) -> Epilogue:
+    """The epilogue with the constant of the levels in its scale."""
     if a == 1:
-        return scale
-    return like.new_full((channels,), a) if scale is None else scale * a
+        return epilogue
+    scale = like.new_full((channels,), a) if epilogue.scale is None else epilogue.scale * a
+    return epilogue._replace(scale=scale)
 
 
-def epilogue(
-    y: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None, relu: bool, axis: int = 1
-) -> Tensor:
+def finish(y: Tensor, epilogue: Epilogue, axis: int = 1) -> Tensor:
     """relu?(y * scale[o] + shift[o] + residual), rounded after each operation, in that order: so does every kernel.
 
     The outputs o lie along the axis: 1 in images, -1 in what a linear layer gives.
     """
+    scale, shift, residual, relu = epilogue
     shape = [1] * y.dim()
     shape[axis] = -1
     if scale is not None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Operands", "admit", "admit_all", "check_devices", "refuse_gradient"]
+from mirrorquant.packing.kernels.layer import Epilogue
 
-Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-_NAMES = ("x", "prepared", "scale", "shift", "residual")
+__all__ = ["admit", "admit_all", "check_devices", "refuse_gradient"]
+
+_NAMES = ("scale", "shift", "residual")
 
 
 def admit(name: str, tensor: Tensor) -> Tensor:
@@ -49,36 +50,31 @@ def admit(name: str, tensor: Tensor) -> Tensor:
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
-def admit_all(
-    x: Tensor, prepared: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None
-) -> Operands:
+def admit_all(x: Tensor, prepared: Tensor, epilogue: Epilogue) -> tuple[Tensor, Tensor, Epilogue]:
     """The operands of a layer, each admitted, all on one device."""
-    check_devices(x, prepared, scale, shift, residual)
-    return (
-        admit("x", x),
-        admit("prepared", prepared),
-        None if scale is None else admit("scale", scale),
-        None if shift is None else admit("shift", shift),
-        None if residual is None else admit("residual", residual),
+    check_devices(x, prepared, epilogue)
+    scale, shift, residual = (
+        None if tensor is None else admit(name, tensor) for name, tensor in zip(_NAMES, epilogue[:3], strict=True)
     )
+    return admit("x", x), admit("prepared", prepared), Epilogue(scale, shift, residual, epilogue.relu)
 
 
-def check_devices(x: Tensor, *others: Tensor | None) -> None:
-    """That the other operands (prepared, scale, shift, residual) are on the device of x."""
-    for place, tensor in enumerate((x, others[0])):
+def check_devices(x: Tensor, prepared: Tensor, epilogue: Epilogue) -> None:
+    """That all operands are on the device of x."""
+    for name, tensor in (("x", x), ("prepared", prepared)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{_NAMES[place]} is {tensor!r:.40}, but it must be a tensor")
+            raise TypeError(f"{name} is {tensor!r:.40}, but it must be a tensor")
     device = x.device
-    for place, tensor in enumerate(others, 1):
-        if tensor is not None and tensor.device != device:
-            raise ValueError(f"{_NAMES[place]} is on {tensor.device}, but x is on {device}: move both to one device")
+    for name, other in zip(("prepared", *_NAMES), (prepared, *epilogue[:3]), strict=True):
+        if other is not None and other.device != device:
+            raise ValueError(f"{name} is on {other.device}, but x is on {device}: move both to one device")
 
 
-def refuse_gradient(x: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None) -> None:
+def refuse_gradient(x: Tensor, epilogue: Epilogue) -> None:
     """Raises where autograd would expect a gradient, which no kernel computes."""
     if not torch.is_grad_enabled():
         return
-    for name, tensor in (("x", x), ("scale", scale), ("shift", shift), ("residual", residual)):
+    for name, tensor in zip(("x", *_NAMES), (x, *epilogue[:3]), strict=True):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             raise ValueError(f"{name} requires a gradient, but kernels compute none: call them under torch.no_grad()")
 

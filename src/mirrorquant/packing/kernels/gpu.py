@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mirrorquant.packing.kernels import fallback
+from mirrorquant.packing.kernels.layer import Epilogue, Geometry
 from mirrorquant.packing.kernels.layout import HEADER_BYTES, Header
 
 __all__ = ["FEW_ROWS", "is_gpu", "linear", "prepare", "serves", "unpack"]
@@ -62,29 +63,17 @@ def unpack(prepared: Tensor, shape: Sequence[int], levels: Sequence[float], dtyp
     return torch.tensor(tuple(levels), dtype=dtype, device=prepared.device)[codes.int()]
 
 
-def linear(
-    x: Tensor,
-    prepared: Tensor,
-    shape: Sequence[int],
-    levels: Sequence[float],
-    scale: Tensor | None,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    relu: bool,
-    activation: str,
-) -> Tensor:
+def linear(x: Tensor, prepared: Tensor, geometry: Geometry, epilogue: Epilogue) -> Tensor:
     """As ``kernels.linear``, for x on a GPU and a weight of this layout."""
+    shape, levels, activation = geometry[:3]
     rows = x.numel() // shape[1]
     unit = fallback.affine(levels)
-    small = 0 < rows <= FEW_ROWS and x.dtype in (torch.float32, torch.bfloat16) and unit is not None and unit[1] == 0
-    if not small or activation != "float32":
+    small = 0 < rows <= FEW_ROWS and x.dtype in (torch.float32, torch.bfloat16)
+    if not small or unit is None or unit[1] != 0 or activation != "float32":
         weight = unpack(prepared, shape, levels, x.dtype if activation == "float32" else torch.float32)
-        return fallback.apply(
-            x, weight, levels, scale=scale, shift=shift, residual=residual, relu=relu, activation=activation
-        )
-    assert unit is not None
+        return fallback.apply(x, weight, geometry, epilogue)
     y = x.new_empty((*x.shape[:-1], shape[0]))
-    _few_rows(x.contiguous(), prepared, shape, len(levels) - 1, unit[0], scale, shift, residual, relu, y)
+    _few_rows(x.contiguous(), prepared, geometry, unit[0], epilogue, y)
     return y
 
 
@@ -92,19 +81,10 @@ def _words(outputs: int, inputs: int, levels: int) -> int:
     return (levels - 1) * outputs * math.ceil(inputs / _CHUNK) * _WORDS
 
 
-def _few_rows(
-    x: Tensor,
-    prepared: Tensor,
-    shape: Sequence[int],
-    planes: int,
-    a: float,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    relu: bool,
-    y: Tensor,
-) -> None:
-    outputs, inputs = shape
+def _few_rows(x: Tensor, prepared: Tensor, geometry: Geometry, a: float, epilogue: Epilogue, y: Tensor) -> None:
+    outputs, inputs = geometry.shape
+    planes = len(geometry.levels) - 1
+    scale, shift, residual, relu = epilogue
     from mirrorquant.packing.kernels import triton_linear
 
     rows, chunks = x.numel() // inputs, math.ceil(inputs / _CHUNK)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mirrorquant.packing.kernels.layer import Epilogue
+
 __all__ = ["BAD_WEIGHT", "Layer", "decode", "paths", "prepare", "reason", "run"]
 
 _FILE = Path(__file__).with_name("_kernels.so")
@@ -62,26 +64,10 @@ def decode(prepared: Tensor, shape: tuple[int, int, int, int], groups: int, leve
     return codes
 
 
-def run(
-    layer: Layer,
-    x: Tensor,
-    prepared: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    y: Tensor,
-) -> bool:
+def run(layer: Layer, x: Tensor, prepared: Tensor, epilogue: Epilogue, y: Tensor) -> bool:
     """Fill y; False where the prepared weight is not of the native layout, or not for this layer."""
-    status: int = _run(
-        layer,
-        x.data_ptr(),
-        prepared.data_ptr(),
-        prepared.numel(),
-        None if scale is None else scale.data_ptr(),
-        None if shift is None else shift.data_ptr(),
-        None if residual is None else residual.data_ptr(),
-        y.data_ptr(),
-    )
+    places = [None if tensor is None else tensor.data_ptr() for tensor in epilogue[:3]]
+    status: int = _run(layer, x.data_ptr(), prepared.data_ptr(), prepared.numel(), *places, y.data_ptr())
     if status and status != BAD_WEIGHT:
         _check(status)
     return status == 0
