@@ -285,6 +285,7 @@ class Run:
             raise ValueError(f"the optimizer has taken {task.opt.steps} steps, expected {state['step']}")
         with task.opt.quantized():  # raises unless the weights belong to their latents
             pass
+        task.model.load_state_dict(state["model"])  # to the last bit: another version may have projected otherwise
         torch.set_rng_state(state["rng"])
         if "cuda_rng" in state and task.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda_rng"], task.device)
