@@ -201,11 +201,13 @@ class GraphEngine:
     def captured(self, work: Callable[[], None], what: str) -> torch.cuda.CUDAGraph:
         """A CUDA graph of the work."""
         torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
+        graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self.device.index or 0]
+        before = generator.clone_state()
         try:
             with torch.cuda.graph(graph):
                 work()
         except RuntimeError as error:
+            generator.graphsafe_set_state(before)  # or it would believe that the capture goes on
             raise Unsupported(f"{what} cannot be captured in a CUDA graph: {first_line(error)}") from error
         return graph
 
