@@ -21,7 +21,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -168,9 +168,9 @@ class PackedConv2d(_PackedLayer):
         packed = cls(
             weight,
             bias,
-            stride=_pair(layer.stride),
-            padding=layer.padding if isinstance(layer.padding, str) else _pair(layer.padding),
-            dilation=_pair(layer.dilation),
+            stride=cast(tuple[int, int], layer.stride),
+            padding=cast("tuple[int, int] | str", layer.padding),
+            dilation=cast(tuple[int, int], layer.dilation),
             groups=layer.groups,
             padding_mode=layer.padding_mode,
         )
@@ -274,11 +274,6 @@ def _tensors(layer: nn.Conv2d | nn.Linear) -> tuple[PackedTensor, PackedTensor |
         raise PackError(f"the weights of {layer} are not quantized: call `opt.finalize()` first")
     bias = None if layer.bias is None else PackedTensor.of(layer.bias) or layer.bias.detach().clone()
     return weight, bias
-
-
-def _pair(values: Any) -> tuple[int, int]:
-    first, second = values
-    return int(first), int(second)
 
 
 def pads(padding: tuple[int, ...] | str, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, int, int, int]:

@@ -56,8 +56,8 @@ def pack(
         fuse: whether packed layers take over the batch norm, addition and ReLU that follow them, by ``torch.compile``.
             The first call compiles the model, in 2 to 3 seconds for a ResNet-18; so does the first call with another
             batch size, after which any batch size runs. Whatever ``forward`` depends on may change: then the next call
-            compiles again. A model that branches on values of tensors is compiled in pieces, and one that torch cannot
-            compile runs without fusion after a warning.
+            compiles again. A model that branches on values of tensors is compiled in pieces. One that torch cannot
+            compile runs without fusion after a warning, and repeats the call in which that happened.
         int8: whether linear layers quantize their inputs to 8 bits, row by row: faster, and no longer exact.
 
     Returns:
@@ -273,10 +273,6 @@ def _nothing(model: nn.Module, entries: dict[str, Entry], left: list[str], level
     return f"{type(model).__name__} has no {'weight to store as bits' if stored else 'Conv2d or Linear layer to pack'}"
 
 
-def _distinct(tensor: Tensor) -> int:
-    return int(torch.unique(tensor.detach()).numel())
-
-
 def _refuse_unfinished(name: str, tensor: Tensor, bits: PackedTensor | None) -> None:
     """A weight that is on its way to its levels, of which a few distinct values may pass for a level set.
 
@@ -284,8 +280,9 @@ def _refuse_unfinished(name: str, tensor: Tensor, bits: PackedTensor | None) -> 
     are closer.
     """
     if _owners.owner(tensor) is not None:
+        count = torch.unique(_whole(tensor).detach()).numel()
         raise PackError(
-            f"{name} belongs to a MirrorDescent that is not finalized, and has {_distinct(_whole(tensor))} distinct "
+            f"{name} belongs to a MirrorDescent that is not finalized, and has {count} distinct "
             "values: call `opt.finalize()` first, or pass levels= to pack it as it is"
         )
     if bits is not None and bits.scale is None:
@@ -345,7 +342,8 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
     names = {id(tensor): name for name, tensor in state(plain)}
     layers: dict[str, PackedConv2d | PackedLinear] = {}
     for path, module in plain.named_modules():
-        if type(module) not in _LAYERS or _altered(module):
+        altered = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+        if type(module) not in _LAYERS or altered:
             continue
         weight, bias = (entries.get(names.get(id(getattr(module, name)), "")) for name in ("weight", "bias"))
         if isinstance(weight, PackedTensor) and weight.planes.numel():
@@ -354,7 +352,8 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
                 layers[path] = PackedLinear.of(module, weight, bias, int8=int8)
             elif isinstance(module, nn.Conv2d):
                 layers[path] = PackedConv2d.of(module, weight, bias)
-            if not bits_pay(module) or _read_by_torch(plain, path):
+            parent = plain.get_submodule(path.rpartition(".")[0])
+            if not bits_pay(module) or isinstance(parent, nn.TransformerEncoderLayer):  # which computes with its weight
                 layers[path].use_floats()
     kept = [module for path, module in plain.named_modules() if path not in layers]
     used = {names.get(id(parameter)) for module in kept for parameter in module.parameters(recurse=False)}
@@ -363,16 +362,6 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
             tensors[name] = entry.unpack()
     network = _with_layers(plain, tensors, layers).eval()
     return PackedModel(network, plain, fuse=fuse and not isinstance(network, _PACKED))
-
-
-def _altered(module: nn.Module) -> bool:
-    """Whether a module has a forward hook, or a forward that is not of its class."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
-
-
-def _read_by_torch(plain: nn.Module, path: str) -> bool:
-    """Whether a layer's parent takes its weight and computes with that itself."""
-    return isinstance(plain.get_submodule(path.rpartition(".")[0]), nn.TransformerEncoderLayer)
 
 
 def _with_layers(plain: nn.Module, tensors: dict[str, Tensor], layers: Mapping[str, nn.Module]) -> nn.Module:

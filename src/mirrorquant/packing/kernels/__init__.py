@@ -113,21 +113,9 @@ def linear(
     relu: bool = False,
     activation: str = "float32",
 ) -> Tensor:
-    """relu?(scale[o] * (W * act(x)) + shift[o] + residual) over the last dimension of x.
+    """relu?(scale[o] * (W * act(x)) + shift[o] + residual) over the last dimension of x: [..., K] becomes [..., O].
 
-    Args:
-        x: [..., K]. Native for float32; other dtypes run in torch.
-        prepared: what ``prepare`` made from the level indices of the weight.
-        shape: the weight's shape, [O, K].
-        levels: the values that the level indices stand for.
-        scale: float32 [O], None for 1.
-        shift: float32 [O], None for 0.
-        residual: of the shape of the result, None for 0.
-        relu: whether negative results become 0.
-        activation: "float32", "binary" or "int8" (see the module).
-
-    Returns:
-        [..., O].
+    The arguments are those of :func:`conv2d`, with a weight of the shape [O, K]; ``activation`` may be "int8", too.
     """
     geometry, epilogue = Geometry.of(shape, levels, activation), Epilogue(scale, shift, residual, relu)
     refuse_gradient(x, epilogue)

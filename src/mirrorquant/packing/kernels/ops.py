@@ -45,7 +45,7 @@ def conv2d_now(x: Tensor, prepared: Tensor, geometry: Geometry, epilogue: Epilog
     if plan.layer is not None:
         y = x.new_empty_strided(plan.size, plan.strides)
         if _run(plan, plan.layer, x, prepared, geometry, epilogue, y):
-            return _laid_out(y, format_)
+            return _laid_out(y, format_) if format_ is torch.contiguous_format else y
     kernel = weight(prepared, geometry.shape, geometry.levels, geometry.groups)
     return _laid_out(fallback.apply(x, kernel, geometry, epilogue), format_)
 
