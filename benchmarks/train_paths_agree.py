@@ -29,8 +29,9 @@ PATHS = {
     "compiled": ["engine=plain", "compile=true"],
     "graph": ["engine=graph", "compile=true"],
 }
-TOLERANCE = {"float32": (1e-3, 0.05), "bfloat16": (1e-2, 0.05)}
-"""Largest difference relative to the loss: led, of each step; free, of means over 20 steps."""
+TOLERANCE = {"float32": (1e-3, 0.05), "bfloat16": (2e-2, 0.05)}
+"""Largest difference relative to the loss: led, of each step; free, of means over 20 steps. Adam's first step takes the
+signs of the gradients, many of which bfloat16 cannot tell: the loss after it differs most, by 0.2 to 1.1 %."""
 
 
 @contextmanager

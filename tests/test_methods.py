@@ -499,3 +499,18 @@ def test_bad_scales_are_refused():
         mq.Scale("row")
     with pytest.raises(ValueError, match="decides about its scale"):
         methods.get(methods.BC(), scale=mq.Scale())
+
+
+def test_learnt_scales_of_several_groups_are_trained_in_float_groups():
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model), lr=0.1), scale=mq.Scale("channel", "learnt"))
+    extra = nn.Linear(3, 2)
+    opt.add_param_group({"params": [("extra", extra.weight)]})
+    weights = [model[0].weight, model[1].weight, extra.weight]
+    before = [opt.state[w]["scale"].detach().clone() for w in weights]
+    extra(model(torch.randn(5, 6))).square().sum().backward()
+    opt.step()
+    for w, scale in zip(weights, before, strict=True):
+        assert (opt.state[w]["scale"] != scale).any()
+        assert sum(opt.state[w]["scale"] is p for group in opt.param_groups for p in group["params"]) == 1
+    copy.deepcopy(opt).load_state_dict(opt.state_dict())

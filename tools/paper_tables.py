@@ -1,7 +1,7 @@
 """The paper's tables with our runs beside them, in Markdown, made from the files in ``results/``.
 
     python tools/paper_tables.py                             print them
-    python tools/paper_tables.py --write --readme README.md  write results/README.md, and the tables of README.md
+    python tools/paper_tables.py --write --readme README.md  write results/README.md, and the table of README.md
 
 Nothing in a table is typed by hand.
 """
@@ -9,7 +9,6 @@ Nothing in a table is typed by hand.
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -66,14 +65,26 @@ def results_table(folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def short_table(folder: Path) -> str:
+    """MD-tanh-S and the float network beside the paper's figures, a line per network: for ``README.md``."""
+    found = {
+        place(cell[0]): cell for cell in grouped(run for run in read_results(folder) if named(run) and not run.changes)
+    }
+    rows = []
+    for data, model in ((data, model) for data in PAPER_DATA for model in ("vgg16", "resnet18", "mobilenetv2")):
+        pair = [found.get((data, model, "", "ref")), found.get((data, model, "binary", "md-tanh-s"))]
+        if all(pair):
+            figures = [text for cell in pair if cell for text in (f"{cell[0].number('paper'):.2f}", mean(cell))]
+            rows.append([f"{data_label(data)}, {model_label(model)}", *figures])
+    return markdown(["run", "float, paper", "float, ours", "binary, paper", "binary, ours"], rows)
+
+
 def with_results(readme: str, table: str) -> str:
-    """A README with the tables of :func:`results_table` between its marks, one heading deeper."""
+    """A README with a table between its marks."""
     if not 0 <= readme.find(BEGIN) < readme.find(END):
-        raise RecordError(f"there is no place for the tables: put the two lines {BEGIN} and {END} where they belong")
-    tables = table[table.index("\n## ") + 1 :] if "\n## " in table else ""
-    deeper = re.sub("^#", "##", tables.replace("](findings.md)", "](results/findings.md)").strip(), flags=re.MULTILINE)
+        raise RecordError(f"there is no place for the table: put the two lines {BEGIN} and {END} where it belongs")
     before, rest = readme.split(BEGIN, 1)
-    return f"{before}{BEGIN}\n\n{deeper}\n\n{END}{rest.split(END, 1)[1]}"
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.split(END, 1)[1]}"
 
 
 def named(run: RunRecord) -> bool:
@@ -212,13 +223,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("results"), help="folder of the runs' JSON files")
     parser.add_argument("--write", action="store_true", help="write README.md there")
-    parser.add_argument("--readme", type=Path, metavar="FILE", help="write the tables into a text, between its marks")
+    parser.add_argument(
+        "--readme", type=Path, metavar="FILE", help="write the short table into a text, between its marks"
+    )
     options = parser.parse_args(arguments)
     try:
         text = results_table(options.results)
         outputs = {options.results / "README.md": text} if options.write else {}
         if options.readme:
-            outputs[options.readme] = with_results(options.readme.read_text(encoding="utf-8"), text)
+            outputs[options.readme] = with_results(
+                options.readme.read_text(encoding="utf-8"), short_table(options.results)
+            )
         for file, content in outputs.items():
             file.write_text(content, encoding="utf-8")
             print(f"wrote {file}")

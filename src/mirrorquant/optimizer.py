@@ -153,8 +153,8 @@ class MirrorDescent(Optimizer):
         self._constructed = True
         found = advice(self, self.state)
         self._write(rounded=False)
-        for group in self.param_groups[:]:
-            self._add_scales(group)
+        for index in range(len(self.param_groups)):
+            self._add_scales(index)
         _owners.begin(self)
         if found:
             warnings.warn(found, HealthWarning, stacklevel=2)
@@ -194,7 +194,7 @@ class MirrorDescent(Optimizer):
             self.base.add_param_group({**theirs, "params": self._moved(group)})
             found = advice(self, states)
             self._write(rounded=False)
-            self._add_scales(group)
+            self._add_scales(len(self.param_groups) - 1)
             if found:
                 warnings.warn(found, HealthWarning, stacklevel=2)
 
@@ -442,11 +442,12 @@ class MirrorDescent(Optimizer):
         """What the base optimizer moves: the latents, or the weights themselves where they stay in float."""
         return [self.state.get(p, {}).get("latent", p) for p in group["params"]]
 
-    def _add_scales(self, group: dict[str, Any]) -> None:
-        """Puts learnt scales into a float group, without weight decay."""
+    def _add_scales(self, index: int) -> None:
+        """Puts the learnt scales of a group into a float group, without weight decay."""
+        group = self.param_groups[index]
         method: Method = group["method"]
         if method.scale is not None and method.scale.how == "learnt":
-            names, states = self._names(self.param_groups.index(group)), [self.state.get(p) for p in group["params"]]
+            names, states = self._names(index), [self.state.get(p) for p in group["params"]]
             scales = [(f"{name}.scale", state["scale"]) for name, state in zip(names, states, strict=True) if state]
             ours = {k: v for k, v in group.items() if k not in (*_OURS, "params", "param_names")}
             scales = scales if "param_names" in group else [scale for _, scale in scales]
