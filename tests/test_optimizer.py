@@ -331,7 +331,7 @@ def test_the_memory_added_is_the_latent_and_nothing_that_grows(method):
 # Compiled and distributed.
 
 
-@pytest.mark.parametrize(("method", "operation"), [("md-tanh-s", "tanh"), ("md-softmax-s", "softmax")])
+@pytest.mark.parametrize(("method", "operation"), [("md-tanh-s", "tanh"), ("md-softmax-s", "tanh")])
 def test_a_compiled_step_has_the_projection_of_all_weights_in_one_graph(method, operation):
     torch.compiler.reset()
     model, twin = small_network(), small_network()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mirrorquant.levels import BINARY
 from mirrorquant.methods.tanh import MD, dual_bound
 from mirrorquant.mirrors import Beta, Mirror, Softmax
 
@@ -36,8 +37,11 @@ class MDSoftmaxS(MD):
         return torch.stack([level * w - level**2 / 2 for level in q])
 
     def project(self, latent: Tensor, beta: Beta) -> Tensor:
-        """w = q · softmax(β ũ)."""
-        return self.collapse(self.mirror.project(latent, beta))
+        """w = q · softmax(β ũ); for two levels as their centre + radius · tanh(β (ũ_2 − ũ_1) / 2), which is faster."""
+        if len(self.levels) > 2:
+            return self.collapse(self.mirror.project(latent, beta))
+        weight = torch.tanh(beta * ((latent[1] - latent[0]) / 2))
+        return weight if self.levels == BINARY else self.levels.centre + self.levels.radius * weight
 
     def collapse(self, u: Tensor) -> Tensor:
         """w = Σ_λ q_λ u_λ: from the lifted space to the parameter space."""
