@@ -133,7 +133,7 @@ def health(opt: MirrorDescent) -> Health:
     """
     found = []
     with torch.no_grad():
-        for q in opt._groups():
+        for q in opt._quantized():
             for name, weight, state in q.tensors():
                 levels, scale = q.method.levels, state.get("scale", 1.0)
                 rounded = weight if q.method.holds(weight.detach(), state) else q.method.rounded(state, q.beta)
@@ -150,7 +150,7 @@ def advice(opt: MirrorDescent, learnt: Collection[Tensor]) -> str:
     Called while the parameters still have their initial values. Constant ones, such as zeros, are left out: they say
     nothing about the scale that levels should have.
     """
-    pairs = [pair for q in opt._groups() for pair in zip(q.names, q.weights, strict=True)]
+    pairs = [pair for q in opt._quantized() for pair in zip(q.names, q.weights, strict=True)]
     initial = {name: local(weight.detach()) for name, weight in pairs if weight in learnt}
     collapsed = [t for t in health(opt).tensors if t.collapsed and t.name in initial and initial[t.name].numel()]
     collapsed = [t for t in collapsed if bool((initial[t.name] != initial[t.name].flatten()[0]).any())]

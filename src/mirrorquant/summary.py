@@ -100,8 +100,7 @@ def summary(what: nn.Module | MirrorDescent | Contents) -> Summary:
     no header of a file.
     """
     if isinstance(what, MirrorDescent):
-        groups = [(what._names(index), group["params"]) for index, group in enumerate(what.param_groups)]
-        named = {name: p for names, params in groups for name, p in zip(names, params, strict=True)}
+        named = {what._names[p]: p for group in what.param_groups for p in group["params"]}
         with what.quantized():
             entries = {name: PackedTensor.of(p) or p.detach().clone() for name, p in named.items()}
         rows = _rows(entries, {name: what._why.get(p, "") for name, p in named.items()})

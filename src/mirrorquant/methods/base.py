@@ -100,6 +100,11 @@ class Method:
         scale = "" if self.scale is None else f", scale={self.scale}"
         return f"{type(self).__name__}(levels={self.levels}{scale})"
 
+    @property
+    def learns_scale(self) -> bool:
+        """Whether the base optimizer trains the scales."""
+        return self.scale is not None and self.scale.how == "learnt"
+
     @classmethod
     def describe(cls) -> str:
         """One line about the method."""
@@ -195,7 +200,7 @@ class Method:
             latent = self._times(self.settle(self._unit(state), beta, lr, **self._more("settle", state)), state)
         if self.scale is not None and self.scale.how == "computed":
             state["scale"].copy_(self.scale.of(latent, self.levels))
-        elif self.scale is not None and self.scale.how == "learnt":
+        elif self.learns_scale:
             state["scale"].clamp_(min=torch.finfo(latent.dtype).tiny)
         return latent
 

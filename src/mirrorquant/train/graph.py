@@ -28,9 +28,10 @@ from torch.optim import Optimizer
 
 from mirrorquant._text import first_line
 from mirrorquant.data.loader import Normalise
+from mirrorquant.groups import Quantized
 from mirrorquant.methods import REF, Method
 from mirrorquant.mirrors import Beta
-from mirrorquant.optimizer import MirrorDescent, Quantized, beta_at, project, pull_back, settle
+from mirrorquant.optimizer import MirrorDescent, beta_at
 from mirrorquant.train import beside, compiling
 from mirrorquant.train.engine import PlainEngine, Unsupported
 from mirrorquant.train.evaluate import BATCH
@@ -188,11 +189,14 @@ class GraphEngine:
         """``MirrorDescent.step`` on flat tensors."""
         groups = [part.quantized(self.knobs) for part in self.moving]
         with torch.no_grad():
-            pull_back(groups)
+            for q in groups:
+                q.pull_back()
             if self.base is not None:
                 inspect.unwrap(type(self.base).step)(self.base)  # without the hooks around it, which break the graph
-            settle(groups)
-            project([part.quantized(self.knobs, _NEXT) for part in self.moving])
+            for q in groups:
+                q.settle()
+            for part in self.moving:
+                part.quantized(self.knobs, _NEXT).project()
 
     def laid_out(self, images: Tensor) -> Tensor:
         """Images in the memory format of the model."""
@@ -271,9 +275,9 @@ class _Validation:
             model.train()
 
     def _rounding(self) -> None:
-        groups = [part.quantized(self.engine.knobs, _NEXT)._replace(weights=[image]) for part, image in self.rounded]
         with torch.no_grad():
-            project(groups, rounded=True)
+            for part, image in self.rounded:
+                part.quantized(self.engine.knobs, _NEXT)._replace(weights=[image]).project(rounded=True)
 
     def _batch(self, weights: dict[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
         task, x = self.engine.task, self.engine.laid_out(self.normalise(images))
