@@ -14,7 +14,7 @@ from torch import nn
 import mirrorquant as mq
 from mirrorquant.train import Config, EngineError, Run, RunError, beside, build
 from mirrorquant.train.engine import PlainEngine, Unsupported, _Guarded, choose
-from mirrorquant.train.graph import GraphEngine
+from mirrorquant.train.graph import GraphEngine, Part
 from mirrorquant.train.metrics import read_metrics
 
 METHODS = mq.methods.names()
@@ -277,13 +277,15 @@ def test_a_model_that_the_graph_engine_cannot_train_is_an_error_if_it_was_asked_
 
 
 def test_a_first_step_that_breaks_off_is_taken_once_by_the_plain_engine(monkeypatch):
-    calls = []
+    calls, quantized = [], Part.quantized
 
-    def broken(groups, **_):
-        calls.append(groups)
+    def broken(part, knobs, *after):
+        if not after:
+            return quantized(part, knobs)
+        calls.append(part)
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("mirrorquant.train.graph.project", broken)  # after the latents have moved
+    monkeypatch.setattr(Part, "quantized", broken)  # for the projection, after the latents have moved
     messages, tasks = [], [build.task(config("affine=true")) for _ in range(2)]
     engines = [PlainEngine(tasks[0]), _Guarded(tasks[1], messages.append, strict=False)]
     for engine in engines:
