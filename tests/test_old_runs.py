@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import mirrorquant as mq
 from mirrorquant import data, models, schedules
 from mirrorquant.cli import main
-from mirrorquant.train import Run
+from mirrorquant.train import Run, RunError, checkpoint
 from mirrorquant.train.metrics import read_metrics
 
 OLD = Path(__file__).parent / "fixtures" / "run-0.1"
@@ -60,6 +60,15 @@ def test_a_killed_old_run_goes_on_as_if_nothing_had_changed(tmp_path):
     assert dict(summary["loss_curve"])[35] == pytest.approx(dict(old["loss_curve"])[35], rel=0.05)
     rows = read_metrics(folder / "metrics.jsonl")
     assert [row["step"] for row in rows if row["kind"] == "weights"] == [1, 20, 40, 60]
+
+
+def test_an_old_run_with_automatic_precision_stays_on_its_kind_of_device(tmp_path):
+    """Or it would go on in another precision: it was begun on CUDA, as its checkpoint shows."""
+    folder = shutil.copytree(OLD / "killed", tmp_path / "run")
+    state = checkpoint.load(folder / "checkpoint.mq")
+    checkpoint.save(folder / "checkpoint.pt", {**state, "cuda_rng": torch.zeros(16, dtype=torch.uint8)})
+    with pytest.raises(RunError, match="began on cuda with precision=auto, which differs on cpu: use device=cuda"):
+        Run.resume(folder, ["device=cpu"], quiet=True).train()
 
 
 def test_every_command_reads_a_finished_old_run(tmp_path, capsys):

@@ -24,7 +24,6 @@ from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.packing import PackError, kernels
 from mirrorquant.summary import summary as summarize
 from mirrorquant.train import Best, Config, ConfigError, build
-from mirrorquant.train.config import MachineKeys
 from mirrorquant.train.evaluate import accuracy, layers
 from mirrorquant.train.run_folder import BEST
 
@@ -130,7 +129,7 @@ def _data_of_file(path: Path, about: dict[str, Any], options: argparse.Namespace
 
     A file may come from anybody: it can name a data set of this library, but not a folder, and starts no download.
     """
-    root, named = options.data_root or MachineKeys.data_root, about.get("data")
+    root, named = options.data_root or Config.data_root, about.get("data")
     if options.data:
         return data.load(options.data, root)
     if not isinstance(named, str) or ":" in named or named not in data.names():

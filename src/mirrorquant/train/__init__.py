@@ -4,7 +4,7 @@
 after a stop, ``RunFolder`` reads what is there.
 
 >>> config = Config.from_recipe("digits/digitsnet/binary/md-tanh-s", ["iterations=20", "seed=3"])
->>> config.method.name, config["iterations"], config.origin.overrides
+>>> config.method, config["iterations"], config.overrides
 ('md-tanh-s', 20, {'iterations': 20, 'seed': 3})
 """
 

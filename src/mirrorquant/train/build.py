@@ -1,7 +1,8 @@
-"""From a configuration to what it describes: device, data, model, optimizer, objective, and the task of all of them."""
+"""Builds what a configuration describes: device, model, optimizer, objective, and the task made of all of them."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -23,7 +24,7 @@ __all__ = ["device", "model", "objective", "optimizer", "resolve", "task"]
 
 def device(config: Config) -> torch.device:
     """The device; auto is CUDA where there is one."""
-    name = config.machine.device
+    name = config.device
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda|cuda:(0|[1-9]\d?)", name, re.ASCII):
@@ -35,21 +36,21 @@ def device(config: Config) -> torch.device:
 
 
 def resolve(config: Config) -> Config:
-    """The configuration with the precision that auto stands for on its device: it stays if the run moves."""
-    if config.training.precision != "auto":
+    """The configuration with the precision that auto means on its device; it stays the same if the run moves."""
+    if config.precision != "auto":
         return config
     return config.replace(precision="bfloat16" if device(config).type == "cuda" else "float32")
 
 
 def model(config: Config, classes: int, channels: int) -> nn.Module:
-    """The model with the paper's initialization, drawn from the seed; a custom model as it comes."""
-    torch.manual_seed(config.training.seed)
-    name = config.model.name
-    if ":" in name:
-        return models.build(name, classes)
-    options = {"channels": channels, **vars(config.model)}
-    built = models.build(name, classes, **{key: options[key] for key in models.options(name) if key in options})
-    models.initialize(built, torch.Generator().manual_seed(config.training.seed))
+    """The model with the paper's initialization, drawn from the seed; a custom model initializes itself."""
+    torch.manual_seed(config.seed)
+    if ":" in config.model:
+        return models.build(config.model, classes)
+    options = {"channels": channels, **dataclasses.asdict(config)}
+    chosen = {name: options[name] for name in models.options(config.model) if name in options}
+    built = models.build(config.model, classes, **chosen)
+    models.initialize(built, torch.Generator().manual_seed(config.seed))
     return built
 
 
@@ -57,57 +58,48 @@ def optimizer(config: Config, model: nn.Module, batches_per_epoch: int) -> Mirro
     """The base optimizer of the configuration, wrapped by its method."""
     learnt = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not learnt:
-        raise ConfigError(
-            f"model {config.model.name} has no parameter that requires a gradient: nothing can be trained"
-        )
-    skip, own = config.method.skip, config.optimizer
+        raise ConfigError(f"model {config.model} has no parameter that requires a gradient: nothing can be trained")
+    classes = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.optimizer == "sgd":
+        options |= {"momentum": config.momentum, "nesterov": config.nesterov}
     groups: list[dict[str, Any]] = [{"params": learnt}]
-    options: dict[str, Any] = {"lr": own.lr, "weight_decay": own.weight_decay}
-    if own.name == "sgd":
-        options |= {"momentum": own.momentum, "nesterov": own.nesterov}
     try:
-        if config.method.name != "ref":  # the paper quantizes everything; a custom model may have what must stay float
-            groups = split(model, skip=skip, everything=":" not in config.model.name)
-        classes = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-        base: torch.optim.Optimizer = classes[own.name](groups, **options)
-        with unwarned():  # the paper's ternary networks start at zero, by design; a run says how it ended
+        if config.method != "ref":  # the paper quantizes everything; in a custom model, some parameters must stay float
+            groups = split(model, skip=config.skip, everything=":" not in config.model)
+        base: torch.optim.Optimizer = classes[config.optimizer](groups, **options)
+        with unwarned():  # the paper's ternary networks start at zero, by design; the end of a run reports problems
             return MirrorDescent(base, method=config.build_method(), anneal=config.build_beta(batches_per_epoch))
     except ValueError as error:
-        about = f"skip is {','.join(skip)}" if skip else f"model {config.model.name}"
+        about = f"skip is {','.join(config.skip)}" if config.skip else f"model {config.model}"
         raise ConfigError(f"{about}: {error}") from error
 
 
 def objective(config: Config, classes: int, device: torch.device) -> Objective:
     """The objective, with the best network of the teacher's run if there is one."""
-    options = dict(vars(config.objective))
-    if not options["teacher"]:
-        return Objective(**{**options, "teacher": None})
-    from mirrorquant.train.run_folder import Best  # which builds models itself
+    options = {each.name: config[each.name] for each in dataclasses.fields(Objective)}
+    teacher = None
+    if config.teacher:
+        from mirrorquant.train.run_folder import Best  # which builds models itself
 
-    best = Best.load(options["teacher"])
-    if best.images["classes"] != classes:
-        raise ConfigError(f"teacher {options['teacher']} has {best.images['classes']} classes, but there are {classes}")
-    return Objective(**{**options, "teacher": best.model.requires_grad_(False).eval().to(device)})
+        best = Best.load(config.teacher)
+        if best.images["classes"] != classes:
+            raise ConfigError(f"teacher {config.teacher} has {best.images['classes']} classes, but there are {classes}")
+        teacher = best.model.requires_grad_(False).eval().to(device)
+    return Objective(**{**options, "teacher": teacher})
 
 
 def task(config: Config, *, download: bool = True) -> Task:
     """Everything that an engine needs, on the device of the configuration."""
-    place, training = device(config), config.training
-    data = load_data(config.data.name, config.machine.data_root, download=download).to(place)
-    classes = len(data.classes)
+    place = device(config)
+    data = load_data(config.data, config.data_root, download=download).to(place)
+    size, augment, classes = config.batch_size, config.augment or data.augment, len(data.classes)
     try:
-        loader = Loader(
-            data.train,
-            batch_size=training.batch_size,
-            augment=config.data.augment or data.augment,
-            mean=data.mean,
-            std=data.std,
-            seed=training.seed,
-        )
+        loader = Loader(data.train, batch_size=size, augment=augment, mean=data.mean, std=data.std, seed=config.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     network = model(config, classes, data.shape[0]).to(place)
-    channels_last = training.channels_last
+    channels_last = config.channels_last
     if channels_last is None:
         channels_last = place.type == "cuda" or not any(map(_breaks_channels_last, network.modules()))
     if channels_last:
@@ -120,9 +112,9 @@ def task(config: Config, *, download: bool = True) -> Task:
         objective=objective(config, classes, place),
         lr=config.build_lr(),
         device=place,
-        dtype=torch.bfloat16 if resolve(config).training.precision == "bfloat16" else torch.float32,
+        dtype=getattr(torch, resolve(config).precision),
         channels_last=channels_last,
-        compile=place.type == "cuda" if training.compile is None else training.compile,
+        compile=place.type == "cuda" if config.compile is None else config.compile,
     )
 
 

@@ -13,9 +13,9 @@ import hashlib
 import io
 import os
 import zipfile
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,11 +24,18 @@ from mirrorquant import _files
 from mirrorquant._text import first_line
 from mirrorquant.errors import MirrorquantError
 
-__all__ = ["CheckpointError", "fits", "load", "load_newest", "save", "spares", "whole"]
+__all__ = ["CheckpointError", "RunError", "fits", "load", "load_newest", "save", "spares", "whole"]
+
+_T = TypeVar("_T")
 
 _DIGEST = 64  # bytes of a SHA-256 in hexadecimal
 _OLD = b"mirrorquant checkpoint 1 sha256 "  # then digest, line break and content: files of version 0.1
-_CHANGING = {"lr", "beta", "weight_decay", "steps", "finalized", "fresh", "kept", "step"}  # from step to step
+_GROUPS = "optimizer: param_groups: "
+_CHANGING = {"lr", "beta", "weight_decay", "steps", "finalized", "fresh", "kept", "method"}  # from step to step
+
+
+class RunError(MirrorquantError, RuntimeError):
+    """Training cannot start or continue; the message says why and what to do."""
 
 
 class CheckpointError(MirrorquantError, RuntimeError):
@@ -71,9 +78,7 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: the checksum does not fit its {len(content):,} bytes")
     try:
         archive = payload if content.startswith(_OLD) else content
-        with zipfile.ZipFile(
-            io.BytesIO(archive)
-        ) as records:  # torch.save does not compress: this would fill the memory
+        with zipfile.ZipFile(io.BytesIO(archive)) as records:  # torch.save does not compress them, a bomb would
             if sum(record.file_size for record in records.infolist()) > len(archive):
                 raise ValueError("its records are larger than the file")
         state = torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True)
@@ -89,84 +94,89 @@ def spares(path: Path) -> tuple[Path, Path, Path]:
     return path.with_name(path.name + ".new"), path, path.with_name(path.name + ".previous")
 
 
-def load_newest(
-    paths: Iterable[Path], say: Callable[[str], None], use: Callable[[dict[str, Any]], None]
-) -> dict[str, Any] | None:
-    """The first checkpoint that is whole, after ``use`` has taken it; None if there is no file.
-
-    ``use`` raises for a state that does not fit; that file then counts as damaged.
-    """
+def load_newest(paths: Iterable[Path], use: Callable[[dict[str, Any]], None], say: Callable[[str], None]) -> bool:
+    """Uses the first checkpoint that is undamaged, and returns whether there is any file."""
     problems = []
     for path in paths:
         if path.exists():
             try:
-                state = load(path)
-                whole(path, use, state)
-            except CheckpointError as error:
+                whole(path, use)
+                return True
+            except RunError:
+                raise
+            except MirrorquantError as error:
                 problems.append(str(error))
                 say(f"{error}; trying the one before")
-                continue
-            return state
     if problems:
-        raise CheckpointError(f"no whole checkpoint is left: {'; '.join(problems)}")
-    return None
+        raise CheckpointError(f"no undamaged checkpoint is left: {'; '.join(problems)}")
+    return False
 
 
-def whole(path: Path, use: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
-    """Uses a state; whatever goes wrong, as a crafted file can make it, is an error of that file."""
+def whole(path: Path, use: Callable[[dict[str, Any]], _T]) -> _T:
+    """Reads a checkpoint and uses it; whatever else goes wrong, as a crafted file can cause it, is an error of it."""
+    state = load(path)
     try:
-        use(state)
+        return use(state)
+    except MirrorquantError:
+        raise
     except Exception as error:
         reason = str(error).strip().split("\n")[0] if isinstance(error, ValueError) else first_line(error)
         raise CheckpointError(f"{path} does not fit this run: {reason}") from error
 
 
-def fits(found: Any, expected: Any, where: str, nan: Collection[str] = (), *, exact: bool = False) -> None:
+def fits(found: Any, expected: Any, where: str, nan: Collection[str] = ()) -> None:
     """Raises ValueError unless a state has the structure of another one of the same run.
 
-    Keys, types, shapes and dtypes must be equal; numbers are finite and at least 0, tensors hold no NaN (except those
-    of the names ``nan``). An optimizer need not have a state for each parameter; in its groups (``exact``) values must
-    be equal too, but for those that change from step to step, and a key of only one of them is ignored: a version may
-    have added or removed it. Methods are compared by the optimizer itself, which knows their names of before.
+    Keys, types, shapes and dtypes must be equal; numbers must be finite and at least 0, and tensors must not hold NaN,
+    except those named in ``nan``. An optimizer may lack the state of a parameter. Its groups must have equal values,
+    except those that change from step to step; a key in only one of them is ignored, since versions add and remove
+    some. The optimizer itself compares its methods, since it knows their former names.
     """
-    if isinstance(expected, Tensor):
-        return _same_tensor(found, expected, where, nan=where.rpartition(": ")[2] in nan)
-    if isinstance(expected, (list, tuple)):
-        if type(found) is not type(expected) or len(found) != len(expected):
-            raise ValueError(f"{where} is {shown(found)}, expected {len(expected)} entries")
-        for index, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-            fits(mine, theirs, f"{where}: {index}", nan, exact=exact or where.endswith("param_groups"))
-    elif isinstance(expected, dict):
-        if not isinstance(found, dict):
-            raise ValueError(f"{where} is {shown(found)}, expected a dictionary")
-        odd = found.keys() - expected.keys() if "optimizer: state" in where else found.keys() ^ expected.keys()
-        if odd and not exact:
-            raise ValueError(f"{where} differs from that of this run in {', '.join(sorted(map(str, odd))[:3])}")
-        for name in (name for name in expected if name in found and name != "method"):
-            fits(found[name], expected[name], f"{where}: {name}", nan, exact=exact and name not in _CHANGING)
-    elif type(found) is not type(expected) and (type(found), type(expected)) != (int, float):
-        raise ValueError(f"{where} is {shown(found)}, but it must be {type(expected).__name__}")
-    elif exact:
-        if found != expected:
-            raise ValueError(f"{where} is {shown(found)}, expected {shown(expected)}")
-    elif isinstance(found, (int, float)) and not (found == -1 or 0 <= found <= 1e38):  # -1 is a step that was not yet
-        raise ValueError(f"{where} is {shown(found)}, expected a finite number from 0 on")
+    mine, theirs = dict(_parts(found, where)), dict(_parts(expected, where))
+    for path in {**theirs, **mine}:
+        if path in mine and path in theirs:
+            _compare(mine[path], theirs[path], path, nan)
+        elif not path.startswith(_GROUPS) and not (path.startswith("optimizer: state: ") and path in theirs):
+            raise ValueError(f"{path} is {'missing' if path in theirs else 'not in a state of this run'}")
 
 
-def _same_tensor(found: Any, expected: Tensor, where: str, *, nan: bool) -> None:
-    if not isinstance(found, Tensor) or found.layout != torch.strided or found.device.type != "cpu":
-        raise ValueError(f"{where} is {shown(found)}, expected a tensor")
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        shapes = [f"{t.dtype} of shape {tuple(t.shape)}".removeprefix("torch.") for t in (found, expected)]
-        raise ValueError(f"{where} is {shapes[0]}, expected {shapes[1]}")
-    if not nan and bool(found.isnan().any()):
-        raise ValueError(f"{where} holds NaN")
-    if where.endswith(": step") and not 0 <= float(found) <= 1e15:
-        raise ValueError(f"{where} is {float(found)}, expected a number of steps")
+def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """A value and everything nested in it, by path."""
+    yield path, value
+    if isinstance(value, (dict, list, tuple)):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _parts(part, f"{path}: {key}")
+
+
+def _compare(found: Any, expected: Any, path: str, nan: Collection[str]) -> None:
+    name, wanted = path.rpartition(": ")[2], ""
+    exact = path.startswith(_GROUPS) and name not in _CHANGING and isinstance(expected, (bool, int, float, str))
+    if _kind(found) != _kind(expected) and (type(found), type(expected)) != (int, float):
+        wanted = _kind(expected)
+    elif exact and found != expected:
+        wanted = shown(expected)
+    elif isinstance(found, (int, float)) and not (found == -1 or 0 <= found <= 1e38):  # -1: no best step yet
+        wanted = "a finite number, at least 0"
+    elif isinstance(found, Tensor) and name == "step" and not 0 <= float(found) <= 1e15:
+        wanted = "a number of steps"
+    elif isinstance(found, Tensor) and name not in nan and bool(found.isnan().any()):
+        raise ValueError(f"{path} holds NaN")
+    if wanted:
+        raise ValueError(f"{path} is {shown(found)}, expected {wanted}")
+
+
+def _kind(value: object) -> str:
+    """The type of a value, and its size."""
+    if isinstance(value, Tensor):
+        odd = "meta " if value.is_meta else "sparse " if value.layout != torch.strided else ""
+        return f"{odd}{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} of {len(value)}"
+    return "dict" if isinstance(value, dict) else type(value).__name__  # a state_dict is an OrderedDict
 
 
 def shown(value: object) -> str:
-    """A value for a message, in a few words whatever it is."""
+    """A value in a few words, for messages."""
     if value is None:
         return "missing"
-    return repr(value)[:60] if isinstance(value, (int, float, str, bool)) else f"a {type(value).__name__}"
+    return f"{value!r:.60}" if isinstance(value, (int, float, str)) else f"a {_kind(value)}"

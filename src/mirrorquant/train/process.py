@@ -21,10 +21,10 @@ def settings(config: Config, device: torch.device) -> Iterator[None]:
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        if config.machine.threads:
-            torch.set_num_threads(config.machine.threads)
-        torch.use_deterministic_algorithms(deterministic or config.training.deterministic)
-        torch.backends.cudnn.benchmark = device.type == "cuda" and not config.training.deterministic
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        torch.use_deterministic_algorithms(deterministic or config.deterministic)
+        torch.backends.cudnn.benchmark = device.type == "cuda" and not config.deterministic
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)  # that of earlier runs of this process
         yield

@@ -38,6 +38,10 @@ class Progress:
                 self.bar = None
         return self
 
+    def begin(self, done: int) -> None:
+        """Counts from here: the rate leaves out what was done before."""
+        self.recent = deque([(time.monotonic(), done)])
+
     def update(self, done: int, text: str) -> None:
         """The number of iterations done, and what to say beside it and the rate of the last ``every`` seconds."""
         self.done, now = done, time.monotonic()

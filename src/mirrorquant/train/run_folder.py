@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torch import Tensor, nn
+from torch import nn
 
 from mirrorquant import _files
 from mirrorquant.data import load as load_data
-from mirrorquant.errors import MirrorquantError
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.train import build, checkpoint, evaluate
-from mirrorquant.train.checkpoint import CheckpointError
+from mirrorquant.train.checkpoint import CheckpointError, RunError
 from mirrorquant.train.config import Config, ConfigError
 from mirrorquant.train.metrics import read_metrics
 
@@ -26,10 +25,6 @@ __all__ = ["Best", "RunError", "RunFolder"]
 BEST = ("best.pt", "best.mq")  # the second is that of version 0.1
 CHECKPOINT = ("checkpoint.pt", "checkpoint.mq")
 _TOLD = ("recipe", "data", "model", "method", "levels", "seed")
-
-
-class RunError(MirrorquantError, RuntimeError):
-    """Training cannot start or go on; the message says why and what to do."""
 
 
 class RunFolder:
@@ -110,12 +105,10 @@ class RunFolder:
                 remedy = "It was removed or renamed while the run went on: start again"
             raise RunError(f"{error}. {remedy}") from error
 
-    def newest_checkpoint(
-        self, say: Callable[[str], None], use: Callable[[dict[str, Any]], None]
-    ) -> dict[str, Any] | None:
-        """The newest checkpoint that ``use`` could take, which raises for one that does not fit; None without any."""
+    def restore(self, load: Callable[[dict[str, Any]], None], say: Callable[[str], None]) -> bool:
+        """Loads the newest checkpoint for which ``load`` raises no error, and returns whether there is any."""
         paths = [path for name in CHECKPOINT for path in checkpoint.spares(self.path / name)]
-        return checkpoint.load_newest(paths, say, use)
+        return checkpoint.load_newest(paths, load, say)
 
     def best(self) -> Best:
         """The best rounded network of the run."""
@@ -135,25 +128,25 @@ class Best:
     @classmethod
     def load(cls, where: str | os.PathLike[str]) -> Best:
         """Reads the network from a run's folder, or from its ``best.pt`` alone."""
-        where, expected = Path(where), None
-        path = where
-        if where.is_dir() or not where.suffix:
-            expected = Config.load(where / "config.json")
-            path = next((where / name for name in BEST if (where / name).exists()), where / BEST[0])
-        state = checkpoint.load(path)
-        checkpoint.whole(path, _check_best, state)
-        config = Config.parse(state["config"], path)
+        path, expected = Path(where), None
+        if path.is_dir() or not path.suffix:
+            expected = Config.load(path / "config.json")
+            path = next((path / name for name in BEST if (path / name).exists()), path / BEST[0])
+        return checkpoint.whole(path, lambda state: cls._of(state, path, expected))
+
+    @classmethod
+    def _of(cls, state: dict[str, Any], path: Path, expected: Config | None) -> Best:
+        config = Config.parse(state.get("config", ""), path)
         if expected is not None and expected.identity != config.identity:
             raise ConfigError(f"{path} belongs to another configuration than config.json")
         images = state.get("images") or _images(expected or config)
+        sizes = [images["classes"], *images["shape"]]
+        if len(sizes) < 2 or not all(type(size) is int and 0 < size <= 1 << 20 for size in sizes):
+            raise ValueError(f"its images are {images!s:.60}, expected a number of classes and a shape")
         model = build.model(config, images["classes"], images["shape"][0])
         opt = build.optimizer(config, model, 1)
-
-        def fill(state: dict[str, Any]) -> None:
-            checkpoint.fits(state["model"], model.state_dict(), "its model", dict(model.named_buffers()))
-            model.load_state_dict(state["model"])
-
-        checkpoint.whole(path, fill, state)
+        checkpoint.fits(state.get("model"), model.state_dict(), "model", dict(model.named_buffers()))
+        model.load_state_dict(state["model"])
         return cls(model.eval(), opt, expected or config, images, path)
 
     @property
@@ -167,20 +160,8 @@ class Best:
         return [row["name"] for row in evaluate.layers(self.opt) if row["off_levels"]]
 
 
-def _check_best(state: dict[str, Any]) -> None:
-    model, config, images = state.get("model"), state.get("config"), state.get("images")
-    if not isinstance(model, dict) or not all(isinstance(value, Tensor) for value in model.values()):
-        raise ValueError("its model is not a dictionary of tensors")
-    if not isinstance(config, str):
-        raise ValueError(f"its config is {checkpoint.shown(config)}, expected a string")
-    if images is not None:
-        sizes = [images["classes"], *images["shape"]] if isinstance(images, dict) and images.get("shape") else []
-        if len(sizes) < 2 or not all(type(size) is int and 0 < size <= 1 << 20 for size in sizes):
-            raise ValueError(f"its images are {images!s:.60}, expected a number of classes and a shape")
-
-
 def _images(config: Config) -> dict[str, Any]:
-    data = load_data(config.data.name, config.machine.data_root, download=False)
+    data = load_data(config.data, config.data_root, download=False)
     return {"classes": len(data.classes), "shape": list(data.shape)}
 
 
