@@ -41,11 +41,11 @@ def _parse_int(digits: str) -> int:
     return int(digits)
 
 
-def write_atomically(path: Path, content: bytes, error: type[Exception]) -> None:
-    """Writes beside the file, synchronizes, and moves into place; a failure raises ``error`` naming the file.
+def write_atomically(path: Path, content: bytes | bytearray, error: type[Exception]) -> None:
+    """Writes a temporary file, synchronizes it and renames it; a failure raises ``error``, which names the file.
 
-    When this returns, file and name are on the disk and survive a power cut. Several processes may write the same file
-    at once, as the ranks of a training do: the last one's stays.
+    Afterwards file and name survive a power cut. Several processes may write the same file at once, as the ranks of a
+    distributed training do: the last one wins.
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.writing")
     try:
@@ -81,7 +81,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def _open_regular(path: str, flags: int) -> int:
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # Python itself refuses a directory, in its own words
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a FIFO would wait for a writer
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
         raise OSError(errno.EINVAL, "not a regular file", path)
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # another process may have swapped in a FIFO
+    return handle

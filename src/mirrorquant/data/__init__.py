@@ -1,4 +1,4 @@
-"""Image data sets, held whole in memory as bytes, and batches of them.
+"""Image data sets, held in memory as bytes, and batches of them.
 
 >>> data = load("digits")
 >>> data
@@ -12,8 +12,8 @@ from .base import Data, DataError, Images
 from .loader import Loader, clean_batches
 from .registry import DataSet, get, label, load, names, register
 
-__all__ = ["Data", "DataError", "DataSet", "Images", "Loader", "clean_batches", "get", "label", "load", "names"]
-__all__ += ["register"]
+__all__ = ["Data", "DataError", "DataSet", "Images", "Loader"]
+__all__ += ["clean_batches", "get", "label", "load", "names", "register"]
 
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)

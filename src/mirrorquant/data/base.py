@@ -1,21 +1,18 @@
-"""What a data set is: images as bytes, three splits, and one error for everything that is wrong with a file."""
+"""A data set: images as bytes, in three splits."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mirrorquant import _files
 from mirrorquant.errors import MirrorquantError
 
 
 class DataError(MirrorquantError, ValueError):
-    """A data file is missing, damaged or not what it should be; the message names it and says what to do."""
+    """A data file is missing, damaged or unexpected; the message names it and says what to do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +66,9 @@ class Images:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Data:
-    """A data set: its three splits, how its images are normalised, and how they are augmented in training.
+    """A data set: its three splits, the normalisation of its images, and their augmentation in training.
 
-    `mean` and `std` are those of pixels scaled to 0..1, one number per channel. `augment` is a name for `Loader`.
+    `mean` and `std` have one number per channel, for pixels scaled to 0..1. `augment` is a name that `Loader` knows.
     """
 
     name: str
@@ -86,9 +83,6 @@ class Data:
         for split, images in (("val", self.val), ("test", self.test)):
             if images.shape != self.train.shape or images.classes != self.train.classes:
                 raise DataError(f"{self.name}: the {split} images differ from the training images in shape or classes")
-        if not len(self.mean) == len(self.std) == self.shape[0] or min(self.std) <= 0:
-            expected = f"{self.shape[0]} each, one per channel, std above 0"
-            raise DataError(f"{self.name}: mean {self.mean} and std {self.std}, expected {expected}")
 
     def __repr__(self) -> str:
         splits = f"{len(self.train)} train, {len(self.val)} val, {len(self.test)} test images"
@@ -105,32 +99,13 @@ class Data:
         return self.train.classes
 
     def to(self, device: torch.device | str) -> Data:
-        """The same data on another device; splits that are one object stay one."""
+        """The same data on another device; a split that serves twice is moved once."""
         moved = {id(split): split.to(device) for split in (self.train, self.val, self.test)}
         return replace(self, train=moved[id(self.train)], val=moved[id(self.val)], test=moved[id(self.test)])
 
 
-def read(path: Path, size: int, remedy: str) -> bytearray:
-    """The bytes of a file that must have exactly `size` of them."""
-    try:
-        with _files.open_regular(path) as file:
-            content = bytearray(file.read(size + 1))
-            found = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror or error}). {remedy}") from error
-    if found != size or len(content) != size:
-        raise DataError(f"{path} has {found:,} bytes, expected {size:,}. {remedy}")
-    return content
-
-
-def check_digest(path: Path, content: bytearray | memoryview, sha256: str | None, remedy: str) -> None:
-    """Refuse a file whose content is not the one with this SHA-256; `None` checks nothing."""
-    if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
-        raise DataError(f"{path} is altered: its SHA-256 is not the expected {sha256}. {remedy}")
-
-
 def shuffled(count: int, key: str) -> list[int]:
-    """The numbers below `count` in an order that depends on `key` alone, whatever the version of Python or torch.
+    """The numbers below `count` in an order that depends on `key` alone, in every version of Python and torch.
 
     >>> shuffled(5, "faces")
     [0, 2, 3, 4, 1]
@@ -139,9 +114,9 @@ def shuffled(count: int, key: str) -> list[int]:
 
 
 def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel, for pixels scaled to 0..1; exact sums, so the same on every machine.
+    """Mean and standard deviation per channel, for pixels scaled to 0..1; the same on every machine (exact sums).
 
-    A channel of one value gets the standard deviation of one grey level, so that dividing by it is safe.
+    The standard deviation is at least one grey level, so that dividing by it is safe.
 
     >>> statistics(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1))
     ((0.5,), (0.5,))

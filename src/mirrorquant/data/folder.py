@@ -1,11 +1,11 @@
 """A folder of custom images, one subfolder per class: `folder:PATH`, or `folder:PATH:SIZE` for images of SIZE×SIZE.
 
     PATH/train/<class>/*.png, PATH/val/<class>/*.png, PATH/test/<class>/*.png
-    PATH/<class>/*.png, which is split here: of each class 80 % train, 10 % val, 10 % test
+    PATH/<class>/*.png, which is split here: of each class 80 % train, 10 % validate, 10 % test
 
 Without `test` the `val` images serve as both; without `val` a tenth of the training images of each class validate. A
-split that is made here depends on the names of the files alone. Images are PNG or JPEG; each is resized until its
-shorter side is SIZE and its centre is cut out.
+split that is made here depends on the names of the files alone. Images are PNG or JPEG; the largest central square of
+each is resized.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from .pictures import decode
 from .registry import register
 
 SIZE = 64
-LAYOUT = "Expected PATH/train/<class>/*.png and PATH/val or PATH/test alike, or PATH/<class>/*.png; .jpg and .jpeg too."
+LAYOUT = "Expected PATH/train/<class>/*.png with PATH/val or PATH/test, or PATH/<class>/*.png; .jpg and .jpeg work too."
 Files = dict[str, list[Path]]
 
 
-@register("folder:PATH")
+@register("folder:PATH", remedy=LAYOUT)
 def load(text: str) -> Data:
     """The images under a path; mean and standard deviation are those of the training images."""
     match = re.fullmatch(r"(.+?)(?::(\d{1,6}))?", text)
-    path, size = (Path(match[1]), int(match[2] or SIZE)) if match else (None, SIZE)
-    if path is None or not path.is_dir():
-        raise DataError(f"{text or 'folder:'} is not a folder. {LAYOUT}")
+    if match is None or not Path(match[1]).is_dir():
+        raise DataError(f"{text or 'folder:'} is not a folder.")
+    path, size = Path(match[1]), int(match[2] or SIZE)
     if not 1 <= size <= 1024:
         raise DataError(f"The image size {size} is out of range, expected 1 to 1024.")
     train, val, test = _splits(path)
-    classes = tuple(sorted(train))
+    classes = tuple(train)
     fit, held = _images(train, classes, size), _images(val, classes, size)
     rest = held if test is val else _images(test, classes, size)
     mean, std = statistics(fit.images)
@@ -45,39 +45,39 @@ def load(text: str) -> Data:
 def _splits(path: Path) -> tuple[Files, Files, Files]:
     if not (path / "train").is_dir():
         return _split(_classes(path), held_out=2)
-    train = _classes(path / "train")
-    val, test = (_classes(path / s) if (path / s).is_dir() else None for s in ("val", "test"))
-    if val is None and test is None:
-        raise DataError(f"{path} has train/ but neither val/ nor test/. {LAYOUT}")
-    if val is None:
-        train, val, _ = _split(train, held_out=1)
-    test = val if test is None else test
+    train, val, test = (_classes(path / split) if (path / split).is_dir() else {} for split in ("train", "val", "test"))
+    if not val and not test:
+        raise DataError(f"{path} has train/ but neither val/ nor test/.")
     for name in sorted({*val, *test} - set(train)):
         raise DataError(f"{path}: the class {name} has no training images. Add {path / 'train' / name}, or remove it.")
-    return train, val, test
+    if not val:
+        train, val, _ = _split(train, held_out=1)
+    return train, val, test or val
 
 
 def _classes(path: Path) -> Files:
-    """The image files of each subfolder; hidden files are passed over, any other file is refused."""
+    """The image files in each subfolder, without hidden files; any other file raises `DataError`."""
     found: Files = {}
-    for entry in sorted(path.iterdir()):
-        if entry.name.startswith("."):
-            continue
-        if not entry.is_dir():
-            raise DataError(f"{entry} is not a folder of images of one class. {LAYOUT}")
-        found[entry.name] = sorted(file for file in entry.iterdir() if not file.name.startswith("."))
-        for file in found[entry.name]:
+    for folder in _visible(path):
+        if not folder.is_dir():
+            raise DataError(f"{folder} is not a folder of images of one class.")
+        found[folder.name] = _visible(folder)
+        for file in found[folder.name]:
             if file.suffix.lower() not in (".png", ".jpg", ".jpeg"):
-                raise DataError(f"{file} is not named .png, .jpg or .jpeg. Convert it or move it away.")
-        if not found[entry.name]:
-            raise DataError(f"{entry} has no images. {LAYOUT}")
+                raise DataError(f"{file} is not named .png, .jpg or .jpeg: convert it or move it away.")
+        if not found[folder.name]:
+            raise DataError(f"{folder} has no images.")
     if not found:
-        raise DataError(f"{path} has no classes. {LAYOUT}")
+        raise DataError(f"{path} has no classes.")
     return found
 
 
+def _visible(path: Path) -> list[Path]:
+    return sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+
+
 def _split(classes: Files, held_out: int) -> tuple[Files, Files, Files]:
-    """Training images, and `held_out` tenths of each class, at least one image each, as `val` and `test`."""
+    """Training images, and one tenth of each class, at least one image, for each of the `held_out` other splits."""
     train, val, test = Files(), Files(), Files()
     for name, files in classes.items():
         if len(files) <= held_out:
@@ -90,5 +90,4 @@ def _split(classes: Files, held_out: int) -> tuple[Files, Files, Files]:
 
 def _images(files: Files, classes: tuple[str, ...], size: int) -> Images:
     labels = torch.tensor([classes.index(name) for name, paths in files.items() for _ in paths])
-    paths = [path for name in files for path in files[name]]
-    return Images(decode(paths, size, fit=True, remedy="Replace it or move it away."), labels, classes)
+    return Images(decode([path for paths in files.values() for path in paths], size, fit=True), labels, classes)

@@ -2,49 +2,47 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from mirrorquant._registry import Registry
+
 from .base import Data, DataError
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """What is known about a data set without its files; ``shape`` is channels, height and width of an image."""
+    """Facts about a data set that need none of its files; `shape` is channels, height and width of an image."""
 
     loader: Callable[..., Data]
     label: str
-    shape: tuple[int, int, int] | None
-    classes: int | None
+    shape: tuple[int, int, int] | None = None
+    classes: int | None = None
+    remedy: str = ""
 
 
-_SETS: dict[str, DataSet] = {}
+_SETS = Registry[DataSet]("data set", DataError)
 
 
-def register(
-    name: str, *, label: str = "", shape: tuple[int, int, int] | None = None, classes: int | None = None
-) -> Callable[[Any], Any]:
-    """Makes a function the loader of a data set, which reports call ``label``.
+def register(name: str, *, label: str = "", **facts: Any) -> Callable[[Callable[..., Data]], Callable[..., Data]]:
+    """Makes a function the loader of a data set; `facts` are further fields of `DataSet`.
 
     It is called as ``loader(root, download=...)``; if the name is a form, such as ``folder:PATH``, with the text after
-    the colon.
+    the colon. Reports use the `label`. The `remedy`, which may contain {name} and {root}, follows every error message.
     """
 
     def wrap(loader: Callable[..., Data]) -> Callable[..., Data]:
-        if name in _SETS:
-            raise DataError(f"There is a data set {name!r} already: choose another name.")
-        _SETS[name] = DataSet(loader, label or name, shape, classes)
+        _SETS[name] = DataSet(loader, label or name, **facts)
         return loader
 
     return wrap
 
 
 def names() -> list[str]:
-    """Names that `load` takes, and forms with parts to fill in, in capitals.
+    """Names that `load` accepts, and forms with parts to fill in, in capitals.
 
     >>> names()
     ['cifar10', 'cifar100', 'digits', 'fashion-mnist', 'tinyimagenet', 'folder:PATH', 'synthetic:CxHxW:CLASSES']
@@ -53,32 +51,26 @@ def names() -> list[str]:
 
 
 def get(name: str) -> DataSet:
-    """What is known about a data set.
+    """The facts about a data set.
 
     >>> get("cifar100").label, get("cifar100").classes
     ('CIFAR-100', 100)
     """
-    forms = {form.partition(":")[0]: form for form in names() if ":" in form}
     kind, colon, _ = name.partition(":")
-    found = forms.get(kind, "") if colon else name
-    if found not in _SETS:
-        near = difflib.get_close_matches(name.lower(), names(), n=1, cutoff=0.4)
-        guess = f" Did you mean {near[0]!r}?" if near else ""
-        raise DataError(f"There is no data set {name!r}.{guess} There are {', '.join(names())}.")
-    return _SETS[found]
+    return _SETS[next((form for form in _SETS if colon and form.startswith(f"{kind}:")), name)]
 
 
 def label(name: str) -> str:
-    """A data set as it is usually written: ``cifar10`` is CIFAR-10; an unknown name as it is."""
+    """A data set as it is usually written: ``cifar10`` is CIFAR-10. Returns an unknown name as it is."""
     return _SETS[name].label if name in _SETS else name
 
 
 def load(name: str, root: str | PathLike[str] = "data", *, download: bool = True) -> Data:
-    """The data set of that name, from files in the folder `root`, where they are downloaded if they are missing.
+    """Loads a data set from files in the folder `root`; by default, missing files are downloaded to it.
 
-    With `download=False` missing files raise `DataError`, which says how to get them: for names that come from
-    somebody else's file. `folder:PATH` takes custom images, `folder:PATH:SIZE` at another size than 64×64 (see
-    `mirrorquant.data.folder`); PATH is not relative to `root`. Whatever is wrong with the files raises `DataError`.
+    Use `download=False` for names that come from somebody else's file. `folder:PATH` takes custom images, and
+    `folder:PATH:SIZE` scales them to another size than 64×64 (see `mirrorquant.data.folder`); PATH is not relative to
+    `root`. Missing or damaged files raise `DataError`, which says what to do.
 
     >>> load("synthetic:3x32x32:10").shape
     (3, 32, 32)
@@ -86,9 +78,11 @@ def load(name: str, root: str | PathLike[str] = "data", *, download: bool = True
     Traceback (most recent call last):
     mirrorquant.data.base.DataError: There is no data set 'cifar-10'. Did you mean 'cifar10'? ...
     """
-    _, form, text = name.partition(":")
-    loader = get(name).loader
+    found, (_, form, text) = get(name), name.partition(":")
+    remedy = found.remedy.format(name=name, root=str(root))
     try:
-        return loader(text) if form else loader(Path(root), download=download)
+        return found.loader(text) if form else found.loader(Path(root), download=download)
+    except DataError as error:
+        raise DataError(f"{error} {remedy}".strip()) from error
     except OSError as error:
-        raise DataError(f"{name}: {error}. Check that the folder and what is in it can be read.") from error
+        raise DataError(f"{error.filename or name} cannot be read ({error.strerror or error}). {remedy}") from error

@@ -1,4 +1,4 @@
-"""Made-up images for tests and timings, `synthetic:CxHxW:CLASSES`: a mean image for each class, plus noise."""
+"""Random images for tests and timings, `synthetic:CxHxW:CLASSES`: a mean image per class, plus noise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRAIN, VAL, TEST = 1000, 200, 200
 
 @register("synthetic:CxHxW:CLASSES")
 def load(text: str) -> Data:
-    """1,000 training, 200 validation and 200 test images; the same ones each time.
+    """1,000 training, 200 validation and 200 test images; the same ones every time.
 
     >>> load("3x8x8:10").train.images.shape
     torch.Size([1000, 3, 8, 8])

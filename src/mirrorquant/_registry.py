@@ -1,0 +1,44 @@
+"""Things that are found by their name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import NoReturn, TypeVar
+
+_Entry = TypeVar("_Entry")
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """A sentence that suggests the nearest of some names, or nothing if none is near.
+
+    >>> suggestion("CIFAR-10", ["cifar10", "digits"])
+    " Did you mean 'cifar10'?"
+    """
+    near = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=0.4)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+class Registry(dict[str, _Entry]):
+    """A dictionary whose entries are never replaced; a missing one raises an error that suggests the nearest name.
+
+    >>> fruits = Registry[int]("fruit", KeyError)
+    >>> fruits["apple"] = 1
+    >>> fruits["appel"]
+    Traceback (most recent call last):
+    KeyError: "There is no fruit 'appel'. Did you mean 'apple'? Expected one of apple."
+    """
+
+    def __init__(self, kind: str, error: type[Exception], *forms: str) -> None:
+        """`forms` are names with parts to fill in that are accepted elsewhere, for the error message."""
+        super().__init__()
+        self.kind, self.error, self.forms = kind, error, forms
+
+    def __setitem__(self, name: str, entry: _Entry) -> None:
+        if name in self:
+            raise self.error(f"There is already a {self.kind} {name!r}: choose another name.")
+        super().__setitem__(name, entry)
+
+    def __missing__(self, name: str) -> NoReturn:
+        expected = ", ".join([*self, *self.forms])
+        raise self.error(f"There is no {self.kind} {name!r}.{suggestion(name, self)} Expected one of {expected}.")

@@ -1,0 +1,80 @@
+"""Reading and downloading the files of a data set; a file is only used if its size and its checksum are right."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.client
+import io
+import tarfile
+import urllib.request
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+import torch
+from torch import Tensor
+
+from mirrorquant import _files
+
+from .base import DataError
+
+TIMEOUT = 30.0  # seconds without a byte
+MOST_BYTES = 1 << 28  # of a download; the largest, CIFAR-10, has 170 million
+REMEDY = "the folder {root}. Or delete damaged files, then mirrorquant.data.load({name!r}, {root!r}) downloads them."
+
+
+def locate(folders: Sequence[Path], names: Collection[str]) -> Path:
+    """The first folder that has one of the files, or the first of all if none has."""
+    return next((folder for folder in folders for name in names if (folder / name).exists()), folders[0])
+
+
+def read(path: Path, size: int, sha256: str | None = None) -> Tensor:
+    """The bytes of a file, decompressed if it ends with ``.gz``; another size or SHA-256 raises `DataError`."""
+    try:
+        with _files.open_regular(path) as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
+            content = bytearray(file.read(size + 1))
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}).") from error
+    if len(content) != size:
+        found = f"more than {size:,}" if len(content) > size else f"{len(content):,}"
+        raise DataError(f"{path} has {found} bytes, expected {size:,}.")
+    if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
+        raise DataError(f"{path} is altered: its SHA-256 is not {sha256}.")
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def fetch(url: str, md5: str, paths: Sequence[Path], *, download: bool) -> None:
+    """Download the files that are missing: members of the tar archive at `url`, or the only file at `url` itself.
+
+    Each appears only when it is complete. Members of an archive that are not in `paths` are ignored.
+    """
+    missing = {path.name: path for path in paths if not path.exists()}
+    if not missing:
+        return
+    if not download:
+        raise DataError(f"{next(iter(missing.values()))} is missing, and downloading is off.")
+    content = _downloaded(url, md5)
+    for name, file in _members(content) if ".tar" in url else [(paths[0].name, content)]:
+        if name in missing:
+            missing[name].parent.mkdir(parents=True, exist_ok=True)
+            _files.write_atomically(missing[name], file, DataError)
+
+
+def _downloaded(url: str, md5: str) -> bytes:
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
+            content: bytes = response.read(MOST_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise DataError(f"{url} cannot be downloaded ({error}).") from error
+    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if found != md5:
+        raise DataError(f"{url} has the MD5 {found}, expected {md5}.")
+    return content
+
+
+def _members(archive: bytes) -> Iterator[tuple[str, bytes]]:
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        for member in tar:
+            if file := tar.extractfile(member):
+                yield PurePosixPath(member.name).name, file.read()
