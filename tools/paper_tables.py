@@ -15,10 +15,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mirrorquant._text import aligned
 from mirrorquant.data import label as data_label
 from mirrorquant.models import label as model_label
 from mirrorquant.report import RecordError, RunRecord, labels, read_results
-from mirrorquant.report.tables import aligned, spread
+from mirrorquant.report.tables import spread
 
 BELOW = 0.6
 MARK = "†"
@@ -213,7 +214,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, its columns padded so that the text reads as a table too; numbers to the right."""
     left = ("method", "levels", "run", "overrides", "seeds")
     escaped = [[cell.replace("|", r"\|") for cell in row] for row in (header, *rows)]
-    lines = aligned(escaped, left, least=3)
+    lines = aligned(escaped, [name for name in header if name not in left], least=3)
     rule = ["-" * len(c) if n in left else "-" * (len(c) - 1) + ":" for n, c in zip(header, lines[0], strict=True)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
 

@@ -1,16 +1,18 @@
-"""How reports write methods and levels."""
+"""How reports write methods, levels and tasks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from mirrorquant import data, models
 from mirrorquant.methods import Method
+from mirrorquant.train.config import ConfigError, parse_levels
 
-__all__ = ["level_values", "levels", "method", "method_colour", "method_order", "uses_beta"]
+__all__ = ["level_values", "levels", "method", "method_colour", "method_order", "task", "uses_beta"]
 
 _ORDER = ("ref", "bc", "pq", "pmf", "gd-tanh", "md-softmax", "md-tanh", "md-softmax-s", "md-tanh-s")
 _STAR = "-star"  # PQ* and PMF* are recipes of PQ and PMF
-_LEVELS = {"binary": (-1.0, 1.0), "ternary": (-1.0, 0.0, 1.0)}
 
 
 def method(name: str) -> str:
@@ -23,14 +25,14 @@ def method(name: str) -> str:
     return (Method.registry[base].label + "*" * (base != name)) if base in Method.registry else name
 
 
-def method_colour(name: str) -> str | None:
-    """The colour of a method in figures; None for an unknown one. A starred method shares its method's colour."""
+def method_colour(name: str) -> str:
+    """The colour of a method in figures, which its starred variant shares; empty for an unknown one."""
     known = Method.registry.get(name.removesuffix(_STAR))
-    return (known.colour or None) if known else None
+    return known.colour if known else ""
 
 
 def uses_beta(name: str) -> bool:
-    """Whether a method anneals β; PQ has a regularization strength, which is something else."""
+    """Whether a method anneals β; PQ does not, it has a regularization strength instead."""
     return name not in Method.registry or Method.registry[name].uses_beta
 
 
@@ -45,18 +47,14 @@ def method_order(name: str) -> tuple[int, bool]:
 
 
 def level_values(levels: str | Sequence[float] | None) -> tuple[float, ...]:
-    """The quantization levels that a configuration means; empty for a float network, and for an unknown name.
+    """The quantization levels by their name or their numbers; empty for a float network and for an unknown name.
 
     >>> level_values("ternary"), level_values("-0.5,0.5"), level_values("float")
     ((-1.0, 0.0, 1.0), (-0.5, 0.5), ())
     """
-    if levels is None or levels == "float":
-        return ()
-    if not isinstance(levels, str):
-        return tuple(levels)
     try:
-        return _LEVELS.get(levels) or tuple(float(value) for value in levels.split(","))
-    except ValueError:
+        return tuple(parse_levels(levels) if isinstance(levels, str) else levels or ())
+    except ConfigError:
         return ()
 
 
@@ -68,3 +66,12 @@ def levels(given: str | Sequence[float] | None) -> str:
     """
     values = level_values(given)
     return ", ".join(f"{value:+g}" if value else "0" for value in values) if values else str(given or "float")
+
+
+def task(config: Mapping[str, Any]) -> str:
+    """The data set and the model of a configuration.
+
+    >>> task({"data": "cifar10", "model": "resnet18"})
+    'CIFAR-10, ResNet-18'
+    """
+    return f"{data.label(str(config.get('data')))}, {models.label(str(config.get('model')))}"

@@ -11,28 +11,27 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from mirrorquant import _files, schedules
+from mirrorquant import _files
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.train import recipes
-from mirrorquant.train.config import KEYS, upgrade
+from mirrorquant.train.config import KEYS, Config, ConfigError, upgrade
 from mirrorquant.train.metrics import MetricsError, read_metrics
 
 __all__ = ["RecordError", "RunRecord", "read_results"]
 
 _SAME_EXPERIMENT = {key for key, facts in KEYS.items() if facts.section in ("machine", "logging", "origin")}
 _SAME_EXPERIMENT |= {"seed", "channels_last", "compile", "deterministic", "out", "sha256"}
-_FIELDS = {"train": ("beta",), "val": (), "weights": ("range", "layers")}  # beside what read_metrics checks
 _LONGEST_NAME = 200  # of at most 255 bytes
 Lines = dict[int, dict[str, Any]]
 
 
 class RecordError(MirrorquantError, ValueError):
-    """A file of a run that is missing, damaged, or lacks something; the message names it."""
+    """A file of a run is missing, damaged or incomplete; the message names it."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run, also one that has not ended; ``train``, ``val`` and ``weights`` are its metrics by step.
+    """A run, which may still be going on; ``train``, ``val`` and ``weights`` are its metrics by step.
 
     >>> record = RunRecord.of({"recipe": "cifar10/vgg16/binary/pq-star", "config": {"method": "pq"}})
     >>> record.name
@@ -41,8 +40,6 @@ class RunRecord:
 
     path: Path
     config: dict[str, Any]
-    recipe: str
-    overrides: dict[str, Any]
     summary: dict[str, Any]
     train: Lines = field(default_factory=dict)
     val: Lines = field(default_factory=dict)
@@ -50,59 +47,67 @@ class RunRecord:
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:
-        """The run of a folder, or of a file: its ``summary.json``, or the copy of it in ``results/``.
+        """The run in a folder, or in a file: its ``summary.json``, or a copy of that in ``results/``.
 
         Raises:
             RecordError: a file is missing or damaged.
         """
         if path.is_file():
             return cls.of(_read_json(path), path)
-        config = upgrade(_read_json(path / "config.json"))
         summary = _read_json(path / "summary.json") if (path / "summary.json").exists() else {}
-        recipe, overrides = summary.get("recipe") or config.get("recipe"), config.get("overrides", {})
-        _check(path / "config.json", config, recipe, overrides)
+        origin = {"recipe": summary["recipe"]} if summary.get("recipe") else {}
+        config = _config(path / "config.json", {**_read_json(path / "config.json"), **origin})
         lines = _read_lines(path / "metrics.jsonl")
         by_kind = {kind: {line["step"]: line for line in lines if line["kind"] == kind} for kind in _FIELDS}
-        return cls(path, config, recipe or "", overrides, summary, **by_kind)
+        return cls(path, config, summary, **by_kind)
 
     @classmethod
     def of(cls, summary: dict[str, Any], path: Path = Path("summary.json")) -> RunRecord:
-        """The run that a summary describes: its curves, and β by its schedule."""
+        """The run that a summary describes: its curves, and β according to its schedule."""
         try:
-            recipe, overrides = summary["recipe"], summary.get("overrides", {})
-            config = upgrade({**summary["config"], "overrides": overrides})
-            overrides = config.pop("overrides")
-            _check(path, config, recipe, overrides)
-            beta = _beta({key: config.get(key, facts.default) for key, facts in KEYS.items()})
+            origin = {"recipe": summary["recipe"], "overrides": summary.get("overrides")}
+            config = _config(path, {**summary["config"], **origin})
+            annealing = {key for key, facts in KEYS.items() if facts.section == "beta"} | {"iterations"}
+            beta = Config.from_flat({key: config[key] for key in annealing & config.keys()}).build_beta(1)
             train = {int(k): {"loss": float(v), "beta": beta(k)} for k, v in summary.get("loss_curve", ())}
             val = {int(k): {"accuracy": float(v)} for k, v in summary.get("curve", ())}
         except RecordError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise RecordError(f"{path}: not the summary of a run ({type(error).__name__}: {error})") from error
-        return cls(path, config, recipe or "", overrides, summary, train, val)
+        return cls(path, config, summary, train, val)
 
     @property
-    def levels(self) -> str | list[float] | None:
+    def recipe(self) -> str:
+        """The name of the recipe; empty if there was none."""
+        return str(self.config.get("recipe", ""))
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The keys that were set beside the recipe."""
+        return dict(self.config.get("overrides", {}))
+
+    @property
+    def levels(self) -> str | None:
         """The levels of the configuration; None for a float network."""
         return None if self.config["method"] == "ref" else self.config.get("levels")
 
     @property
     def name(self) -> str:
-        """The method by its name in the recipe; by its own name if it was overridden, or without a recipe."""
+        """The method by its name in the recipe; by its own name if it was overridden or there is no recipe."""
         overridden = not self.recipe or "method" in self.overrides
         return str(self.config["method"]) if overridden else self.recipe.split("/")[-1]
 
     @property
     def experiment(self) -> str:
-        """The same text for runs of one configuration, apart from the seed, the machine and what is recorded."""
+        """A text that is the same for runs that differ only in the seed, the machine and the logging."""
         ignored = _SAME_EXPERIMENT | {"overrides", "sha256", "recipe", "version"}
         config = {key: value for key, value in self.config.items() if key not in ignored}
         return json.dumps([self.name, config], sort_keys=True)
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Differences from the recipe as it is today that matter: overrides, and values the recipe had otherwise.
+        """The differences from today's recipe that matter: overrides, and values that have changed in the recipe.
 
         >>> config = {**recipes.get("cifar10/vgg16/binary/bc"), "weight_decay": 0.1}
         >>> overrides = {"lr": 1e-4, "levels": "ternary", "seed": 1}
@@ -115,7 +120,7 @@ class RunRecord:
         return {key: value for key, value in {**given, **since}.items() if key not in _SAME_EXPERIMENT}
 
     def number(self, key: str) -> float:
-        """A figure of the summary."""
+        """A number of the summary; raises :class:`RecordError` if it is missing."""
         value = self.summary.get(key)
         if not isinstance(value, int | float) or not math.isfinite(value):
             expected = "expected a finite number: run it again, or remove it"
@@ -123,12 +128,12 @@ class RunRecord:
         return float(value)
 
     def series(self, kind: str, key: str) -> dict[int, float]:
-        """One number by step, where it was recorded and is finite."""
+        """One number by step, if it was recorded and is finite."""
         lines = sorted(getattr(self, kind).items())
         return {step: value for step, line in lines if (value := line.get(key)) is not None and math.isfinite(value)}
 
     def quantizes(self, layer: str) -> bool:
-        """Whether a layer is quantized: according to the summary, or to the patterns to skip if there is none yet."""
+        """Whether a layer is quantized, according to the summary or, before there is one, to the patterns to skip."""
         if self.config["method"] == "ref":
             return False
         if isinstance(rows := self.summary.get("layers"), list):
@@ -139,7 +144,7 @@ class RunRecord:
         return not any(fnmatchcase(path, str(p)) for p in self.config.get("skip") or () for path in paths)
 
     def write_result(self, folder: Path) -> Path:
-        """Writes the summary to a folder of results, without the location of this machine's data; returns the file."""
+        """Writes the summary to a folder of results, without the place of this machine's data; returns the file."""
         overrides = {k: v for k, v in self.overrides.items() if k != "data_root"}
         config = {k: v for k, v in self.summary["config"].items() if k not in ("data_root", "overrides")}
         name = "-".join([self.recipe.replace("/", "-"), f"seed{self.config['seed']}"])
@@ -177,23 +182,18 @@ def _parsed(file: Path) -> Any:
         raise RecordError(f"{file}: not readable as JSON ({error}); fix or remove it") from error
 
 
-def _beta(config: dict[str, Any]) -> schedules.Schedule:
-    terms = {"scale": config["beta_scale"], "every": config["beta_interval"], "cap": config["beta_cap"]}
-    end = {"end": config["beta_end"], "steps": config["iterations"], "log": True}
-    return schedules.build(config["beta_schedule"], start=1.0, **terms, **end)
-
-
-def _check(file: Path, config: Any, recipe: Any, overrides: Any) -> None:
-    """Raises an error that names the file and the value that is not as it should be."""
-    method, levels = config.get("method"), config.get("levels")
-    for name, value, good, expected in (
-        ("method", method, isinstance(method, str), "a name"),
-        ("levels", levels, isinstance(levels, str | None) or _numbers(levels), "a name or numbers"),
-        ("overrides", overrides, isinstance(overrides, dict), "an object"),
-        ("recipe", recipe, isinstance(recipe, str | None), "a name"),
-    ):
-        if not good:
-            raise RecordError(f"{file}: {name} is {value!r:.60}, expected {expected}")
+def _config(file: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """A configuration in the names of today, without keys that are None; an unsuitable value raises RecordError."""
+    config = {key: value for key, value in upgrade(values).items() if value is not None}
+    if not isinstance(overrides := config.get("overrides", {}), dict):
+        raise RecordError(f"{file}: overrides is {overrides!r:.60}, but it must be an object")
+    try:
+        for key in ("method", *config):
+            if key in KEYS and key != "overrides":
+                KEYS[key].check(key, config.get(key))
+    except ConfigError as error:
+        raise RecordError(f"{file}: {error}") from error
+    return config
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:
@@ -206,20 +206,27 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
     except MetricsError as error:
         raise RecordError(str(error)) from error
     for number, row in enumerate(rows, 1):
-        for key in _FIELDS.get(row["kind"], ()):
-            if not _sound(key, row.get(key)):
+        for key, sound in _FIELDS.get(row["kind"], {}).items():
+            if not sound(row.get(key)):
                 raise RecordError(f"{file}, line {number}: {key} of a {row['kind']} line is {row.get(key)!r:.60}")
     return rows
 
 
-def _sound(key: str, value: Any) -> bool:
-    """Whether a field of a metrics line is what its name promises."""
-    if key == "range":
-        return _numbers(value) and len(value) == 2 and bool(value[0] < value[1])
-    if key == "layers":
-        return isinstance(value, dict) and len(value) > 0 and all(map(_numbers, value.values()))
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(number, int | float) for number in value)
+
+
+def _range(value: Any) -> bool:
+    return _numbers(value) and len(value) == 2 and bool(value[0] < value[1])
+
+
+def _layers(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) > 0 and all(map(_numbers, value.values()))
+
+
+def _beta(value: Any) -> bool:
     return isinstance(value, int | float | None)
 
 
-def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(isinstance(number, int | float) for number in value)
+_FIELDS = {"train": {"beta": _beta}, "val": {}, "weights": {"range": _range, "layers": _layers}}
+"""The checks of a line's fields beyond those of ``read_metrics``."""

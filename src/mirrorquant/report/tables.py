@@ -6,16 +6,15 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from mirrorquant import data, models
-from mirrorquant._text import printable
+from mirrorquant._text import printable, table
 from mirrorquant.report import labels
 from mirrorquant.report.record import RunRecord
 
-__all__ = ["aligned", "compare_row", "compare_table", "duration", "results_tables", "spread"]
+__all__ = ["compare_row", "compare_table", "duration", "results_tables", "spread"]
 
 
 def compare_row(record: RunRecord) -> dict[str, Any]:
-    """One row of a comparison: method, levels, seed, bits per weight, accuracies in percent, and seconds.
+    """One row of a comparison: method, levels, seed, bits per weight, accuracies in percent, seconds.
 
     ``soft`` is the test accuracy of the soft network, ``val`` and ``test`` are those of the rounded one.
     """
@@ -36,8 +35,8 @@ def compare_row(record: RunRecord) -> dict[str, Any]:
 def compare_table(rows: Sequence[dict[str, Any]]) -> str:
     """Several methods on one task as aligned plain text; the rows are those of :func:`compare_row`.
 
-    Rows of one method and level set, which are its seeds, make one line: the mean ± the sample standard deviation of
-    each accuracy, and the mean time of a run. A value that is missing or None is shown as a dash.
+    Rows with the same method and levels are seeds and make one line: the mean ± the sample standard deviation of each
+    accuracy, and the mean time per run. A missing value is a dash.
 
     >>> row = {"method": "bc", "levels": "binary", "seed": 0, "bits": 1.0, "soft": 97.5, "val": 97.8, "test": 97.5}
     >>> print(compare_table([row | {"seconds": 75}]))
@@ -51,45 +50,30 @@ def compare_table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         groups.setdefault((row["method"], labels.levels(row.get("levels"))), []).append(row)
     several = any(len(group) > 1 for group in groups.values())
-    header = ["method", "levels", "bits per weight", *(["seeds"] if several else [])]
-    header += ["soft %", "rounded val %", "rounded test %", "time per run" if several else "time"]
-    text = []
+    numbers = ["soft %", "rounded val %", "rounded test %", "time per run" if several else "time"]
+    text = [["method", "levels", "bits per weight", *["seeds"] * several, *numbers]]
     for names, group in groups.items():
-        seeds = [", ".join(str(row.get("seed", "-")) for row in group)] if several else []
+        seeds = [", ".join(str(row.get("seed", "-")) for row in group)] * several
         accuracies = [spread([row.get(key) for row in group]) for key in ("soft", "val", "test")]
         seconds = [row["seconds"] for row in group if row.get("seconds") is not None]
         time = duration(statistics.fmean(seconds) if seconds else None)
         text.append([*names, spread([group[0].get("bits")]), *seeds, *accuracies, time])
-    lines = aligned([header, *text], left=("method", "levels", "seeds"))
-    lines.insert(1, ["-" * len(cell) for cell in lines[0]])
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    return table(text, ["bits per weight", *numbers], rule=True)
 
 
 def results_tables(records: Sequence[RunRecord]) -> str:
-    """Runs that were kept as results: one table per data set and model, in which changed runs show their changes."""
+    """Runs kept as results: one table per data set and model. Runs that differ from their recipe show how."""
     tasks: dict[str, list[dict[str, Any]]] = {}
     for record in sorted(records, key=lambda record: labels.method_order(record.name)):
         changes = "".join(f" {key}={value}" for key, value in record.changes.items() if key != "method")
         row = {**compare_row(record), "method": printable(record.name + changes)}
-        task = f"{data.label(str(record.config.get('data')))}, {models.label(str(record.config.get('model')))}"
-        tasks.setdefault(printable(task), []).append(row)
+        tasks.setdefault(printable(labels.task(record.config)), []).append(row)
     tables = [f"{task}\n\n{compare_table(rows)}\n" for task, rows in sorted(tasks.items())]
     return "\n".join(tables) or "There are no runs yet: mirrorquant train --results FOLDER keeps one in a folder."
 
 
-def aligned(rows: Sequence[Sequence[str]], left: Sequence[str], least: int = 0) -> list[list[str]]:
-    """The cells of a table padded to the widths of their columns; those not under a header in ``left`` on the left.
-
-    >>> aligned([["a", "b"], ["10", "20.5"]], left=["a"])
-    [['a ', '   b'], ['10', '20.5']]
-    """
-    widths = [max(least, *map(len, column)) for column in zip(*rows, strict=True)]
-    pads = [str.ljust if name in left else str.rjust for name in rows[0]]
-    return [[pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)] for row in rows]
-
-
 def spread(values: Sequence[float | None], *, count: bool = False) -> str:
-    """A value, or the mean of several with their sample standard deviation; a dash where one is missing.
+    """A value, or the mean of several with their sample standard deviation; a dash if one is missing.
 
     >>> spread([97.5]), spread([97.5, 98.1], count=True), spread([None])
     ('97.50', '97.80 ± 0.42 (n = 2)', '-')
@@ -104,7 +88,7 @@ def spread(values: Sequence[float | None], *, count: bool = False) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A time for people.
+    """A time as text.
 
     >>> duration(3.25), duration(75), duration(3700)
     ('3.2 s', '1 min 15 s', '1 h 01 min')
