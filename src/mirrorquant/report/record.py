@@ -67,8 +67,8 @@ class RunRecord:
         try:
             origin = {"recipe": summary["recipe"], "overrides": summary.get("overrides")}
             config = _config(path, {**summary["config"], **origin})
-            annealing = {key for key, facts in KEYS.items() if facts.section == "beta"} | {"iterations"}
-            beta = Config.from_flat({key: config[key] for key in annealing & config.keys()}).build_beta(1)
+            annealing = {key for key in KEYS if key.startswith("beta_") or key == "iterations"}
+            beta = Config(**{key: config[key] for key in annealing & config.keys()}).build_beta(1)
             train = {int(k): {"loss": float(v), "beta": beta(k)} for k, v in summary.get("loss_curve", ())}
             val = {int(k): {"accuracy": float(v)} for k, v in summary.get("curve", ())}
         except RecordError:
