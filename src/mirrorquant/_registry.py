@@ -10,13 +10,14 @@ _Entry = TypeVar("_Entry")
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """A sentence that suggests the nearest of some names, or nothing if none is near.
+    """A sentence that suggests the nearest name, whatever its case, or nothing if none is near.
 
     >>> suggestion("CIFAR-10", ["cifar10", "digits"])
     " Did you mean 'cifar10'?"
     """
-    near = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=0.4)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    lower = {known.lower(): known for known in names}
+    near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.4)
+    return f" Did you mean {lower[near[0]]!r}?" if near else ""
 
 
 class Registry(dict[str, _Entry]):

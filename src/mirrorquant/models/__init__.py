@@ -8,7 +8,7 @@ normalization (with no learnable parameters) and ReLU nonlinearity are used. Onl
 >>> model = models.build("vgg16", classes=100)
 >>> models.initialize(model)
 
-The functions that build them are attributes of this package too: ``models.vgg16(classes=100)``.
+Every name is an attribute of this package too: ``models.vgg16(classes=100)``.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""DigitsNet: three convolutions for small grey images, on which a method can be tried in seconds on a laptop."""
+"""DigitsNet: three convolutions for small grey images, to try a method in seconds on a laptop. Not in the paper."""
 
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, relu
@@ -6,10 +6,20 @@ from torch.nn.functional import max_pool2d, relu
 from mirrorquant.models.registry import register
 
 
+@register("digitsnet", label="DigitsNet")
 class DigitsNet(nn.Module):
-    """Convolutions ``conv1`` to ``conv3`` of 3x3 with max-pools in between, global average pool, linear ``fc``."""
+    """3x3 convolutions ``conv1`` to ``conv3`` with max-pools in between, global average pool, linear ``fc``.
 
-    def __init__(self, classes: int, *, affine: bool, channels: int, width: int) -> None:
+    For images of 4x4 pixels or more, such as 1x8x8 UCI digits and 1x28x28 Fashion-MNIST. An image has ``channels``; the
+    first convolution has ``width`` channels, the other two have twice as many. ``affine`` gives batch norm a learnable
+    scale and shift.
+
+    >>> import torch
+    >>> DigitsNet()(torch.zeros(2, 1, 8, 8)).shape
+    torch.Size([2, 10])
+    """
+
+    def __init__(self, classes: int = 10, *, affine: bool = False, channels: int = 1, width: int = 32) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width, affine=affine)
@@ -26,18 +36,3 @@ class DigitsNet(nn.Module):
         x = relu(self.bn3(self.conv3(x)))
         logits: Tensor = self.fc(x.mean((2, 3)))
         return logits
-
-
-@register("digitsnet", label="DigitsNet")
-def digitsnet(classes: int = 10, *, affine: bool = False, channels: int = 1, width: int = 32) -> DigitsNet:
-    """A small network for images of 4x4 pixels or more: 1x8x8 UCI digits, 1x28x28 Fashion-MNIST. Not in the paper.
-
-    ``channels`` are those of an image; ``width`` is the number of channels of the first convolution, the other two have
-    twice as many. ``affine`` is the learnable scale and shift of batch norm. For 10 classes, one channel and
-    ``affine=False`` there are 56,234 parameters in 5 tensors.
-
-    >>> import torch
-    >>> digitsnet()(torch.zeros(2, 1, 8, 8)).shape
-    torch.Size([2, 10])
-    """
-    return DigitsNet(classes, affine=affine, channels=channels, width=width)

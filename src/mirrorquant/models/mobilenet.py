@@ -20,10 +20,9 @@ _STAGES = (
 
 
 class InvertedResidual(nn.Module):
-    """1x1 expansion, 3x3 depthwise convolution, 1x1 linear projection; a shortcut around them where the stride is 1.
+    """1x1 expansion, 3x3 depthwise convolution, 1x1 linear projection, and a shortcut around them if the stride is 1.
 
-    The shortcut is the identity, or a 1x1 convolution with batch norm where the number of channels changes. A block of
-    stride 2 has none.
+    The shortcut is the identity, or a 1x1 convolution with batch norm where the number of channels changes.
     """
 
     def __init__(self, inputs: int, width: int, stride: int, *, expansion: int, affine: bool) -> None:
@@ -35,25 +34,47 @@ class InvertedResidual(nn.Module):
         self.bn2 = nn.BatchNorm2d(inner, affine=affine)
         self.project = nn.Conv2d(inner, width, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(width, affine=affine)
-        self.shortcut: nn.Module | None = _shortcut(inputs, width, affine) if stride == 1 else None
+        self.shortcut: nn.Module | None = None
+        if stride == 1 and inputs == width:
+            self.shortcut = nn.Identity()
+        elif stride == 1:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width, affine=affine))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output, of ``width`` channels and 1/``stride`` of the resolution."""
+        """The block's output, with ``width`` channels and 1/``stride`` of the resolution."""
         inner = relu(self.bn1(self.expand(x)))
         inner = relu(self.bn2(self.depthwise(inner)))
         residual: Tensor = self.bn3(self.project(inner))
         return residual if self.shortcut is None else residual + self.shortcut(x)
 
 
+@register("mobilenetv2", label="MobileNetV2")
 class MobileNetV2(nn.Module):
-    """A stem ``conv1``, ``stages`` of inverted residuals, ``conv2`` to 1280 channels, global pool, linear ``fc``."""
+    """A stem ``conv1``, ``stages`` of inverted residuals, ``conv2`` to 1280 channels, global pool, linear ``fc``.
 
-    def __init__(self, classes: int, *, affine: bool) -> None:
+    For 32x32 colour images. The paper says only "adapted for CIFAR". This is the common adaptation: stride 1 in the
+    stem and in the second stage, an expansion in every block, a 1x1 convolution as shortcut where a block of stride 1
+    changes the number of channels; ReLU instead of ReLU6, because "in all the models [...] ReLU nonlinearity [is]
+    used". ``affine`` gives batch norm a learnable scale and shift; with them there are 2,296,922 parameters, the figure
+    known for this adaptation.
+
+    >>> sum(parameter.numel() for parameter in MobileNetV2().parameters())
+    2261834
+    """
+
+    def __init__(self, classes: int = 10, *, affine: bool = False) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, _STEM, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(_STEM, affine=affine)
-        self.stages = _stages(affine)
-        self.conv2 = nn.Conv2d(_STAGES[-1][1], _LAST, 1, bias=False)
+        self.stages = nn.Sequential()
+        inputs = _STEM
+        for expansion, width, blocks, first_stride in _STAGES:
+            stage = nn.Sequential()
+            for stride in [first_stride] + [1] * (blocks - 1):
+                stage.append(InvertedResidual(inputs, width, stride, expansion=expansion, affine=affine))
+                inputs = width
+            self.stages.append(stage)
+        self.conv2 = nn.Conv2d(inputs, _LAST, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(_LAST, affine=affine)
         self.fc = nn.Linear(_LAST, classes)
 
@@ -63,39 +84,3 @@ class MobileNetV2(nn.Module):
         x = relu(self.bn2(self.conv2(x)))
         logits: Tensor = self.fc(x.mean((2, 3)))
         return logits
-
-
-@register("mobilenetv2", label="MobileNetV2")
-def mobilenetv2(classes: int = 10, *, affine: bool = False) -> MobileNetV2:
-    """MobileNetV2 for 32x32 colour images.
-
-    The paper says "MobileNetV2 architectures adapted for CIFAR" and no more. This is the adaptation in common use:
-    stride 1 in the stem and in the second stage, an expansion in every block, a 1x1 convolution as shortcut where a
-    block of stride 1 changes the number of channels; ReLU instead of ReLU6, because "in all the models [...] ReLU
-    nonlinearity [is] used". ``affine`` is the learnable scale and shift of batch norm.
-
-    For 10 classes and ``affine=False`` it has 2,261,834 parameters in 59 tensors: stem 864, 1x1 expansions and
-    projections 1,716,096, depthwise convolutions 64,224, four shortcuts 58,240, last convolution 409,600, linear
-    12,810. Scale and shift of the batch norms make it 2,296,922, the figure known for this adaptation.
-
-    >>> sum(parameter.numel() for parameter in mobilenetv2().parameters())
-    2261834
-    """
-    return MobileNetV2(classes, affine=affine)
-
-
-def _stages(affine: bool) -> nn.Sequential:
-    stages, inputs = [], _STEM
-    for expansion, width, blocks, first_stride in _STAGES:
-        stage = nn.Sequential()
-        for stride in [first_stride] + [1] * (blocks - 1):
-            stage.append(InvertedResidual(inputs, width, stride, expansion=expansion, affine=affine))
-            inputs = width
-        stages.append(stage)
-    return nn.Sequential(*stages)
-
-
-def _shortcut(inputs: int, width: int, affine: bool) -> nn.Module:
-    if inputs == width:
-        return nn.Identity()
-    return nn.Sequential(nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width, affine=affine))

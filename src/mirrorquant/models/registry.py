@@ -1,50 +1,50 @@
 """Models by name: those of this package, and any function that returns an ``nn.Module``."""
 
-import difflib
 import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
 
+from mirrorquant._registry import Registry, suggestion
 from mirrorquant.errors import MirrorquantError
 
-__all__ = ["ModelError", "build", "builder", "identify", "label", "names", "options", "register"]
-
-_BUILDERS: dict[str, Callable[..., nn.Module]] = {}
-_LABELS: dict[str, str] = {}
-_Model = TypeVar("_Model", bound=nn.Module)
+_Builder = TypeVar("_Builder", bound=Callable[..., nn.Module])
 
 
 class ModelError(MirrorquantError, ValueError):
-    """A model that cannot be built as asked."""
+    """A model cannot be built as requested."""
 
 
-def register(name: str, label: str = "") -> Callable[[Callable[..., _Model]], Callable[..., _Model]]:
-    """Makes a function that returns a model known as ``name``; reports call it ``label``.
+class _Entry(NamedTuple):
+    builder: Callable[..., nn.Module]
+    label: str
 
-    The signature of the function says which options the model has. A model remembers the options it was built with, so
-    that a packed file can name them. A module added to this package is imported with it: one file adds a model.
+
+_MODELS = Registry[_Entry]("model", ModelError, "MODULE:FUNCTION")
+
+
+def register(name: str, label: str = "") -> Callable[[_Builder], _Builder]:
+    """Registers a class, or a function that returns a model, as ``name``; reports use the ``label``.
+
+    Its signature defines the options of the model. A model remembers the options it was built with, so that a packed
+    file can name them. All modules of this package are imported: a new file here adds a model.
     """
 
-    def wrap(function: Callable[..., _Model]) -> Callable[..., _Model]:
-        if name in _BUILDERS:
-            raise ModelError(f"there is a model {name!r} already, {_BUILDERS[name].__module__}: choose another name")
-
-        @functools.wraps(function)
-        def built(*arguments: Any, **options: Any) -> _Model:
+    def wrap(function: _Builder) -> _Builder:
+        @functools.wraps(function, updated=())
+        def built(*arguments: Any, **options: Any) -> nn.Module:
             model = function(*arguments, **options)
             bound = inspect.signature(function).bind(*arguments, **options)
             bound.apply_defaults()
             model.built_as = {"name": name, "options": dict(bound.arguments)}  # type: ignore[assignment]
             return model
 
-        _BUILDERS[name] = built
-        _LABELS[name] = label or name
-        return built
+        _MODELS[name] = _Entry(built, label or name)
+        return cast(_Builder, function if inspect.isclass(function) else built)  # pickle needs the class itself
 
     return wrap
 
@@ -55,16 +55,21 @@ def names() -> list[str]:
     >>> names()
     ['digitsnet', 'mobilenetv2', 'resnet18', 'vgg16']
     """
-    return sorted(_BUILDERS)
+    return sorted(_MODELS)
 
 
 def label(name: str) -> str:
-    """A model as it is usually written: ``resnet18`` is ResNet-18; an unknown name as it is."""
-    return _LABELS.get(name, name)
+    """A model as it is usually written: ``resnet18`` is ResNet-18. Returns an unknown name as it is."""
+    return _MODELS[name].label if name in _MODELS else name
+
+
+def builder(name: str) -> Callable[..., nn.Module]:
+    """The function that builds a registered model."""
+    return _MODELS[name].builder
 
 
 def options(name: str) -> list[str]:
-    """The options that a registered model takes, apart from the number of classes.
+    """The options of a registered model, except for the number of classes.
 
     >>> options("resnet18")
     ['affine', 'stem_stride']
@@ -73,10 +78,10 @@ def options(name: str) -> list[str]:
 
 
 def build(name: str, classes: int, **options: Any) -> nn.Module:
-    """A model by name, or from ``"module:function"``, a function that returns a custom one.
+    """Builds a model by name, or with a custom function, given as ``"module:function"``.
 
-    A custom function gets ``classes=classes`` if it has a parameter of that name. Other ``options`` are passed on. The
-    model has the initialization of its torch layers; see :func:`initialize` for the paper's.
+    A custom function gets ``classes=classes`` if it has a parameter of that name, and the other ``options`` as they
+    are. The model has the default initialization of its torch layers; see :func:`initialize` for the paper's.
 
     Raises:
         ModelError: no such model, no such function, an option that it does not take, or a result that is not an
@@ -88,36 +93,29 @@ def build(name: str, classes: int, **options: Any) -> nn.Module:
     26
     >>> build("resnet81", 10)
     Traceback (most recent call last):
-    mirrorquant.models.registry.ModelError: no model 'resnet81'; did you mean 'resnet18'? ...
+    mirrorquant.models.registry.ModelError: There is no model 'resnet81'. Did you mean 'resnet18'? ...
     """
     function = _imported(name) if ":" in name else builder(name)
-    accepted = inspect.signature(function).parameters
-    if "classes" in accepted:
+    signature = inspect.signature(function)
+    if "classes" in signature.parameters:
         options["classes"] = classes
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    unknown = [] if takes_any else [option for option in options if option not in accepted]
-    if unknown:
-        raise ModelError(
-            f"model {name!r} does not take {unknown}, only {list(accepted)}: remove the option or fix its name"
-        )
     try:
-        inspect.signature(function).bind(**options)
+        signature.bind(**options)
     except TypeError as error:
-        raise ModelError(f"model {name!r} cannot be called with {list(options)} alone: {error}") from error
+        expected = f"it takes {list(signature.parameters)}"
+        raise ModelError(f"Model {name!r} cannot be built with {list(options)}: {error}; {expected}.") from error
     model = function(**options)
     if not isinstance(model, nn.Module):
-        raise ModelError(f"{name!r} returned {type(model).__name__}, expected an nn.Module: return the model itself")
+        raise ModelError(f"{name!r} returned {type(model).__name__}, expected an nn.Module: return the model itself.")
     if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in model.parameters()):
-        raise ModelError(
-            f"{name!r} returned a model with lazy layers: call it with a batch of images before returning it"
-        )
+        raise ModelError(f"{name!r} returned a model with lazy layers: call it with a batch before returning it.")
     return model
 
 
 def identify(model: nn.Module) -> dict[str, Any] | None:
-    """Name and options from which :func:`build` makes such a model; None for a custom one.
+    """The name and options from which :func:`build` makes such a model; None for a custom one.
 
-    A model that was changed after it was built is custom, whatever its class.
+    A model that was changed after it was built counts as custom.
 
     >>> identify(build("resnet18", 100, stem_stride=2))
     {'name': 'resnet18', 'options': {'classes': 100, 'affine': False, 'stem_stride': 2}}
@@ -135,35 +133,19 @@ def _structure(model: nn.Module) -> tuple[str, dict[str, torch.Size]]:
     return repr(model), {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
-def builder(name: str) -> Callable[..., nn.Module]:
-    """The function that builds a registered model."""
-    if name not in _BUILDERS:
-        near = difflib.get_close_matches(name, _BUILDERS, n=1, cutoff=0.0)
-        raise ModelError(
-            f"no model {name!r}; did you mean {near[0]!r}? Models are {', '.join(names())}, "
-            "or 'module:function' for a custom one"
-        )
-    return _BUILDERS[name]
-
-
 def _imported(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     if not module_name or module_name.startswith("."):
-        raise ModelError(f"model {name!r}: expected 'module:function', with the module's full name before the colon")
+        raise ModelError(f"Model {name!r} is not MODULE:FUNCTION with the full name of a module.")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ModelError(
-            f"model {name!r}: no module {error.name!r}, expected 'module:function' of something importable: "
-            "install it, or put its folder on PYTHONPATH"
-        ) from error
-    function: Callable[..., Any] | None = getattr(module, function_name, None)
-    if not callable(function):
-        near = difflib.get_close_matches(function_name, dir(module), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "check the part after the colon"
-        raise ModelError(f"model {name!r}: no function {function_name!r} in module {module_name!r}; {hint}")
-    if isinstance(function, nn.Module):
-        raise ModelError(f"{name!r} is a {type(function).__name__}, expected a function that returns a model")
-    return function
+            raise  # the module exists, but something that it imports does not
+        remedy = "install it, or put its folder on PYTHONPATH"
+        raise ModelError(f"Model {name!r}: there is no module {error.name!r}; {remedy}.") from error
+    function: Any = getattr(module, function_name, None)
+    if not callable(function) or isinstance(function, nn.Module):
+        near = suggestion(function_name, vars(module).keys() - {function_name})
+        raise ModelError(f"Model {name!r}: {function_name!r} is not a function in {module_name!r}.{near}")
+    return function  # type: ignore[no-any-return]

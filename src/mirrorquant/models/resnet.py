@@ -5,9 +5,6 @@ from torch.nn.functional import relu
 
 from mirrorquant.models.registry import register
 
-_WIDTHS = (64, 128, 256, 512)
-_BLOCKS = 2
-
 
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut around them: relu(bn(conv(relu(bn(conv(x))))) + shortcut(x)).
@@ -28,23 +25,33 @@ class BasicBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output, of ``width`` channels and 1/``stride`` of the resolution."""
+        """The block's output, with ``width`` channels and 1/``stride`` of the resolution."""
         residual = self.bn2(self.conv2(relu(self.bn1(self.conv1(x)))))
         return relu(residual + self.shortcut(x))
 
 
+@register("resnet18", label="ResNet-18")
 class ResNet(nn.Module):
-    """A stem ``conv1``, stages ``layer1`` to ``layer4`` of basic blocks, global average pool, linear ``fc``."""
+    """A stem ``conv1``, stages ``layer1`` to ``layer4`` of basic blocks, global average pool, linear ``fc``.
 
-    def __init__(self, classes: int, *, affine: bool, stem_stride: int) -> None:
+    For 32x32 colour images (``stem_stride=1``) or 64x64 ones (``stem_stride=2``): "For TinyImageNet, the stride of the
+    first convolutional layer of ResNet-18 is set to 2 to handle the image size." ``affine`` gives batch norm a
+    learnable scale and shift; without it the parameters are those of 17 convolutions, 3 shortcuts and the linear layer.
+
+    >>> sizes = [parameter.numel() for parameter in ResNet().parameters()]
+    >>> len(sizes), sum(sizes)
+    (22, 11164362)
+    """
+
+    def __init__(self, classes: int = 10, *, affine: bool = False, stem_stride: int = 1) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, _WIDTHS[0], 3, stem_stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(_WIDTHS[0], affine=affine)
-        self.layer1 = _stage(_WIDTHS[0], _WIDTHS[0], stride=1, affine=affine)
-        self.layer2 = _stage(_WIDTHS[0], _WIDTHS[1], stride=2, affine=affine)
-        self.layer3 = _stage(_WIDTHS[1], _WIDTHS[2], stride=2, affine=affine)
-        self.layer4 = _stage(_WIDTHS[2], _WIDTHS[3], stride=2, affine=affine)
-        self.fc = nn.Linear(_WIDTHS[3], classes)
+        self.conv1 = nn.Conv2d(3, 64, 3, stem_stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(64, affine=affine)
+        self.layer1 = _stage(64, 64, stride=1, affine=affine)
+        self.layer2 = _stage(64, 128, stride=2, affine=affine)
+        self.layer3 = _stage(128, 256, stride=2, affine=affine)
+        self.layer4 = _stage(256, 512, stride=2, affine=affine)
+        self.fc = nn.Linear(512, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """The logits of a batch of images."""
@@ -54,23 +61,5 @@ class ResNet(nn.Module):
         return logits
 
 
-@register("resnet18", label="ResNet-18")
-def resnet18(classes: int = 10, *, affine: bool = False, stem_stride: int = 1) -> ResNet:
-    """ResNet-18 for 32x32 colour images (``stem_stride=1``) or 64x64 ones (``stem_stride=2``).
-
-    "For TinyImageNet, the stride of the first convolutional layer of ResNet-18 is set to 2 to handle the image size."
-
-    ``affine`` is the learnable scale and shift of batch norm. For 10 classes and ``affine=False`` the model has
-    11,164,362 parameters in 22 tensors: 17 convolutions, 3 shortcuts, the weight and the bias of the linear layer.
-
-    >>> sizes = [parameter.numel() for parameter in resnet18().parameters()]
-    >>> len(sizes), sum(sizes)
-    (22, 11164362)
-    """
-    return ResNet(classes, affine=affine, stem_stride=stem_stride)
-
-
 def _stage(inputs: int, width: int, *, stride: int, affine: bool) -> nn.Sequential:
-    first = BasicBlock(inputs, width, stride, affine=affine)
-    rest = (BasicBlock(width, width, 1, affine=affine) for _ in range(_BLOCKS - 1))
-    return nn.Sequential(first, *rest)
+    return nn.Sequential(BasicBlock(inputs, width, stride, affine=affine), BasicBlock(width, width, 1, affine=affine))
