@@ -82,7 +82,8 @@ def sync_folder(folder: Path) -> None:
 
 def _open_regular(path: str, flags: int) -> int:
     handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a FIFO would wait for a writer
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # Python itself rejects a directory, as one
         os.close(handle)
         raise OSError(errno.EINVAL, "not a regular file", path)
     return handle
