@@ -1,7 +1,7 @@
 """Configurations: one place per key, versions, and what may change when a run is resumed."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_the_identity_is_the_experiment_without_machine_logging_and_origin():
     changes = ["data=cifar10", "model=vgg16", "width=4", "method=bc", "skip=fc", "lr=0.5", "warmup=1", "beta_end=2"]
     changes += ["finalize_at=0.5", "label_smoothing=0.1", "teacher=x", "seed=9", "eval_every=9", "precision=bfloat16"]
     assert len({setting.identity, *(config(change).identity for change in changes)}) == 1 + len(changes)
-    assert setting.replace(recipe="x", paper=1.0, note="x", overrides={}).identity == setting.identity
+    assert replace(setting, recipe="x", paper=1.0, note="x", overrides={}).identity == setting.identity
 
 
 def test_method_names_of_version_1_are_those_of_today():

@@ -273,7 +273,7 @@ def test_a_model_that_the_graph_engine_cannot_train_is_an_error_if_it_was_asked_
         choose(task, "graph", print)
     messages = []
     assert _Guarded(task, messages.append, strict=False).name == "plain"
-    assert "the plain engine does, slower" in messages[0]
+    assert "using the plain engine, which is slower" in messages[0]
 
 
 def test_a_first_step_that_breaks_off_is_taken_once_by_the_plain_engine(monkeypatch):

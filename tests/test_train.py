@@ -386,6 +386,14 @@ def test_a_run_stopped_by_signals_ends_bit_identical(tmp_path, stops):
     assert_identical(tmp_path / "whole", cut)
 
 
+def test_a_run_with_levels_of_any_size_resumes(tmp_path):
+    """Numbers of a checkpoint are positive, except those that are as the configuration has them."""
+    settings = config("levels=-2,0.5,2", "iterations=6", "width=4")
+    with pytest.raises(Interrupted):
+        signalled(Run(settings, tmp_path / "run", quiet=True), 3).train()
+    assert Run.resume(tmp_path / "run", quiet=True).train()["best_step"] == 6
+
+
 def test_a_signal_in_the_last_iteration_finds_nothing_to_stop(tmp_path):
     assert signalled(Run(config(), tmp_path / "run", quiet=True), 39).train()["curve"][-1][0] == 40
 
@@ -554,7 +562,9 @@ WRONG = [
     ("step", "12", "step is '12'"),
     ("seconds", math.nan, "seconds is nan"),
     ("best_step", 2**70, "best_step 1180"),
+    ("best_step", -1, "best: conv1.weight is not in a state of this run"),
     ("best_accuracy", math.inf, "best_accuracy is inf"),
+    ("best_accuracy", 101.0, "best_accuracy is 101.0, expected at most 100"),
     ("aside", {"more": []}, "aside: startup is missing"),
     ("losses", torch.zeros(2), "losses is a float32 of shape (2,), expected float32 of shape ()"),
     ("losses", torch.tensor(math.nan), "losses holds NaN"),
@@ -796,7 +806,7 @@ def test_a_folder_removed_during_a_run_ends_it_with_one_error(tmp_path, monkeypa
         advance()
 
     run.advance = removing
-    with pytest.raises(RunError, match=r"its folder is gone. It was removed or renamed while the run went on"):
+    with pytest.raises(RunError, match=r"its folder is gone. It was removed or renamed during the run"):
         run.train()
     assert told == []
 

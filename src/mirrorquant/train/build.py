@@ -39,7 +39,7 @@ def resolve(config: Config) -> Config:
     """The configuration with the precision that auto means on its device; it stays the same if the run moves."""
     if config.precision != "auto":
         return config
-    return config.replace(precision="bfloat16" if device(config).type == "cuda" else "float32")
+    return dataclasses.replace(config, precision="bfloat16" if device(config).type == "cuda" else "float32")
 
 
 def model(config: Config, classes: int, channels: int) -> nn.Module:

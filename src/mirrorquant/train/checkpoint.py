@@ -1,10 +1,10 @@
-"""Checkpoints that survive: written atomically, checked when read, with the one before kept as a spare.
+"""Checkpoints that survive: written atomically, checked when read, with the previous one kept as a spare.
 
-A file is what ``torch.save`` writes, and opens with ``torch.load(path, weights_only=True)``. The SHA-256 of all of it
-stands at its very end, where a zip archive has its comment: file and digest cannot come apart. The file is written
-beside its place, synchronized to the disk, and moved there: a kill, a full disk or a power cut at any moment leaves the
-last good one. The digest guards against damage, not against a person who recomputes it: whatever is loaded is compared
-with the state of the run that it is for, and a difference raises :class:`CheckpointError`.
+A file is written by ``torch.save`` and opens with ``torch.load(path, weights_only=True)``. Its SHA-256 is the comment
+at the end of the zip archive, so file and digest cannot be separated. The file is written next to its place,
+synchronized to the disk, and moved there: a kill, a full disk or a power cut leaves the last good one intact. The
+digest guards against damage, not against a person who recomputes it: a loaded state is compared with that of the run
+that loads it, and a difference raises :class:`CheckpointError`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import io
 import os
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,18 +24,13 @@ from mirrorquant import _files
 from mirrorquant._text import first_line
 from mirrorquant.errors import MirrorquantError
 
-__all__ = ["CheckpointError", "RunError", "fits", "load", "load_newest", "save", "spares", "whole"]
+__all__ = ["CheckpointError", "fits", "load", "save", "spares", "whole"]
 
 _T = TypeVar("_T")
-
 _DIGEST = 64  # bytes of a SHA-256 in hexadecimal
 _OLD = b"mirrorquant checkpoint 1 sha256 "  # then digest, line break and content: files of version 0.1
 _GROUPS = "optimizer: param_groups: "
 _CHANGING = {"lr", "beta", "weight_decay", "steps", "finalized", "fresh", "kept", "method"}  # from step to step
-
-
-class RunError(MirrorquantError, RuntimeError):
-    """Training cannot start or continue; the message says why and what to do."""
 
 
 class CheckpointError(MirrorquantError, RuntimeError):
@@ -43,7 +38,7 @@ class CheckpointError(MirrorquantError, RuntimeError):
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Writes a checkpoint; the one that was there becomes the spare ``*.previous``."""
+    """Writes a checkpoint; the existing one becomes the spare ``*.previous``."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     fresh, _, previous = spares(path)
@@ -58,7 +53,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def sealed(archive: bytes) -> bytes:
-    """A zip archive without a comment, with the digest of it all as its comment."""
+    """A zip archive that had no comment, with its digest as the comment."""
     content = archive[:-2] + _DIGEST.to_bytes(2, "little")
     return content + hashlib.sha256(content).hexdigest().encode()
 
@@ -75,45 +70,27 @@ def load(path: Path) -> dict[str, Any]:
     if content.startswith(_OLD):
         digest, _, payload = content[len(_OLD) :].partition(b"\n")
     if hashlib.sha256(payload).hexdigest().encode() != digest:
-        raise CheckpointError(f"{path} is damaged: the checksum does not fit its {len(content):,} bytes")
+        raise CheckpointError(f"{path} is damaged: the checksum does not match its {len(content):,} bytes")
     try:
         archive = payload if content.startswith(_OLD) else content
-        with zipfile.ZipFile(io.BytesIO(archive)) as records:  # torch.save does not compress them, a bomb would
+        with zipfile.ZipFile(io.BytesIO(archive)) as records:  # torch.save does not compress; a bomb does
             if sum(record.file_size for record in records.infolist()) > len(archive):
                 raise ValueError("its records are larger than the file")
         state = torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True)
     except Exception as error:  # a crafted file can fail in any way
         raise CheckpointError(f"{path} holds no state that can be loaded ({type(error).__name__})") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state")
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, expected a dict")
     return state
 
 
 def spares(path: Path) -> tuple[Path, Path, Path]:
-    """Where checkpoints are, the newest first: one on its way into place, the last one, and the one before."""
+    """The paths of checkpoints, newest first: one that is being put in place, the last one, and the previous one."""
     return path.with_name(path.name + ".new"), path, path.with_name(path.name + ".previous")
 
 
-def load_newest(paths: Iterable[Path], use: Callable[[dict[str, Any]], None], say: Callable[[str], None]) -> bool:
-    """Uses the first checkpoint that is undamaged, and returns whether there is any file."""
-    problems = []
-    for path in paths:
-        if path.exists():
-            try:
-                whole(path, use)
-                return True
-            except RunError:
-                raise
-            except MirrorquantError as error:
-                problems.append(str(error))
-                say(f"{error}; trying the one before")
-    if problems:
-        raise CheckpointError(f"no undamaged checkpoint is left: {'; '.join(problems)}")
-    return False
-
-
 def whole(path: Path, use: Callable[[dict[str, Any]], _T]) -> _T:
-    """Reads a checkpoint and uses it; whatever else goes wrong, as a crafted file can cause it, is an error of it."""
+    """Reads a checkpoint and uses it; any other error, as a crafted file can cause, becomes CheckpointError."""
     state = load(path)
     try:
         return use(state)
@@ -150,17 +127,17 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _compare(found: Any, expected: Any, path: str, nan: Collection[str]) -> None:
     name, wanted = path.rpartition(": ")[2], ""
-    exact = path.startswith(_GROUPS) and name not in _CHANGING and isinstance(expected, (bool, int, float, str))
+    exact = path.startswith(_GROUPS) and name not in _CHANGING and isinstance(expected, (int, float, str))
     if _kind(found) != _kind(expected) and (type(found), type(expected)) != (int, float):
         wanted = _kind(expected)
-    elif exact and found != expected:
-        wanted = shown(expected)
+    elif exact:
+        wanted = shown(expected) if found != expected else ""
     elif isinstance(found, (int, float)) and not (found == -1 or 0 <= found <= 1e38):  # -1: no best step yet
         wanted = "a finite number, at least 0"
-    elif isinstance(found, Tensor) and name == "step" and not 0 <= float(found) <= 1e15:
-        wanted = "a number of steps"
     elif isinstance(found, Tensor) and name not in nan and bool(found.isnan().any()):
         raise ValueError(f"{path} holds NaN")
+    elif path.startswith("optimizer: ") and name == "step" and not 0 <= float(found) <= 1e15:
+        wanted = "a number of steps"
     if wanted:
         raise ValueError(f"{path} is {shown(found)}, expected {wanted}")
 

@@ -216,10 +216,6 @@ class Config:
         """All values with the version, for files; :func:`upgrade` reads it."""
         return {"version": VERSION, **dataclasses.asdict(self)}
 
-    def replace(self, **changed: Any) -> Config:
-        """The same configuration with other values of some keys."""
-        return dataclasses.replace(self, **changed)
-
     def moved(self, overrides: Sequence[str]) -> Config:
         """The same run elsewhere: only the keys of the machine and of logging may change.
 
@@ -233,7 +229,7 @@ class Config:
         changed = dict(map(_parse, overrides))
         if other := [name for name in changed if name not in free]:
             raise ConfigError(f"{other[0]} cannot change when a run resumes, only {', '.join(free)}: start a new run")
-        return self.replace(**changed, overrides={**self.overrides, **changed})
+        return dataclasses.replace(self, **changed, overrides={**self.overrides, **changed})
 
     @property
     def identity(self) -> str:

@@ -1,7 +1,4 @@
-"""Engines: what makes the training steps of a task. All of them train alike, batch for batch and formula for formula.
-
-``choose`` returns the fastest that works, or the one that was asked for.
-"""
+"""Engines make the training steps of a task; all of them train alike, batch for batch and formula for formula."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ class EngineError(MirrorquantError, RuntimeError):
 
 
 class Unsupported(EngineError):
-    """The graph engine cannot train a task, or cannot capture it; nothing was changed."""
+    """The graph engine cannot train or capture a task; nothing was changed."""
 
 
 class Engine(Protocol):
@@ -35,11 +32,11 @@ class Engine(Protocol):
 
     @property
     def losses(self) -> Tensor:
-        """A scalar on the device, to which each step adds its loss; whoever reads it sets it to zero."""
+        """A scalar on the device, to which each step adds its loss; its reader sets it to zero."""
 
     @property
     def ready(self) -> bool:
-        """Whether nothing is left to compile or capture: from now on steps run at full speed."""
+        """Whether steps run at full speed from now on: nothing is left to compile or capture."""
 
     def step(self, k: int) -> None:
         """Trains on batch k."""
@@ -52,7 +49,7 @@ class Engine(Protocol):
 
 
 class PlainEngine:
-    """The training step as one writes it in PyTorch."""
+    """The usual training step in PyTorch."""
 
     name = "plain"
     ready = True
@@ -100,58 +97,52 @@ class PlainEngine:
 
 
 class _Guarded:
-    """The graph engine; where it fails in its first step or cannot be captured, the plain one takes over.
+    """The graph engine; if its first step fails or it cannot be captured, the plain one takes over.
 
-    The first step compiles whatever the model is made of, so that much can go wrong. With ``strict`` it is an error.
+    The first step compiles everything the model is made of, so much can go wrong. With ``strict``, that is an error.
     """
 
     def __init__(self, task: Task, say: Callable[[str], None], *, strict: bool) -> None:
         self.task, self.say, self.strict = task, say, strict
         self.before: Any = copy.deepcopy((task.opt.state_dict(), task.model.state_dict()))
-        self.engine: Engine = PlainEngine(task)
         try:
             from mirrorquant.train.graph import GraphEngine  # here, since it imports the compiler, which takes seconds
 
-            self.engine = GraphEngine(task, say)
+            self.engine: Engine = GraphEngine(task, say)
         except Exception as error:
             self._fall_back(error)
 
     def step(self, k: int) -> None:
         """Trains on batch k."""
-        losses = None if self.before is None else self.losses.clone()
-        failed: Exception
+        losses = self.losses if self.before is None else self.losses.clone()
         try:
             self.engine.step(k)
-            self.before = None
-            return
-        except Unsupported as error:  # raised before anything changes
-            self.engine.sync()
-            failed, losses = error, self.losses
         except Exception as error:
-            if self.before is None:
+            if isinstance(error, Unsupported):  # raised before anything changes
+                self.engine.sync()
+            elif self.before is None:
                 raise
-            failed = error
-        self._fall_back(failed)
-        self.losses.copy_(losses)
-        self.engine.step(k)
+            self._fall_back(error)
+            self.losses.copy_(losses)
+            self.engine.step(k)
+        self.before = None
 
     def _fall_back(self, error: Exception) -> None:
+        problem = f"engine=graph cannot train this ({first_line(error)})"
         if self.strict:
-            raise EngineError(
-                f"engine=graph cannot train this ({first_line(error)}): use engine=auto or engine=plain"
-            ) from error
-        self.say(f"engine=graph cannot train this ({first_line(error)}): the plain engine does, slower")
+            raise EngineError(f"{problem}: use engine=auto or engine=plain") from error
+        self.say(f"{problem}: using the plain engine, which is slower")
         if self.before is not None:
             self.task.opt.load_state_dict(self.before[0])
             self.task.model.load_state_dict(self.before[1])
         self.before, self.engine = None, PlainEngine(self.task)
 
-    def __getattr__(self, name: str) -> Any:  # name, losses, ready, score, sync, and what tests look at
+    def __getattr__(self, name: str) -> Any:  # name, losses, ready, score and sync
         return getattr(self.engine, name)
 
 
 def choose(task: Task, engine: str, say: Callable[[str], None]) -> Engine:
-    """An engine by its name: plain (also called eager), graph, or auto: graph on CUDA if it works, else plain.
+    """The engine of that name: plain (also called eager), graph, or auto, which is graph on CUDA if it works.
 
     Raises:
         EngineError: engine is graph, and it cannot train this.

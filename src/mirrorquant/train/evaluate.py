@@ -1,19 +1,20 @@
-"""Accuracy and loss of a network on images, and the bits of its parameters."""
+"""What can be said about a network: its accuracy and loss, the bits of its parameters, and where it diverges."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mirrorquant.data import Data, Images, clean_batches
 from mirrorquant.methods import REF
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.train.objective import Objective
 
-__all__ = ["BATCH", "accuracy", "count_parameters", "layers"]
+__all__ = ["BATCH", "accuracy", "count_parameters", "has_nan", "layers", "not_finite"]
 
 BATCH = 500
 
@@ -54,3 +55,30 @@ def count_parameters(rows: list[dict[str, Any]]) -> dict[str, Any]:
     total = sum(row["count"] for row in rows)
     bits = sum(row["count"] * row["bits"] for row in rows) / total
     return {"total": total, "quantized": sum(row["count"] for row in rows if row["bits"] < 32), "bits": bits}
+
+
+def has_nan(opt: MirrorDescent) -> bool:
+    """Whether any trained weight or latent has become NaN."""
+    return any(bool(p.isnan().any()) for group in opt.base.param_groups for p in group["params"])
+
+
+@torch.no_grad()
+def not_finite(model: nn.Module, opt: MirrorDescent, images: Tensor) -> str:
+    """Where numbers stop being finite: the weights, the first layer whose output is not finite, or the loss itself."""
+    if has_nan(opt):
+        return "the weights"
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and not bool(torch.isfinite(output).all()):
+                found.append(f"layer {name} ({type(module).__name__})")
+
+        return hook
+
+    leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
+    handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
+    model(images)
+    for handle in handles:
+        handle.remove()
+    return [*found, "the loss itself"][0]

@@ -28,14 +28,12 @@ from torch import Tensor
 from mirrorquant._version import __version__
 from mirrorquant.calibration import recalibrate
 from mirrorquant.health import health, unwarned
-from mirrorquant.train import build, checkpoint, diagnosis, process
-from mirrorquant.train.checkpoint import RunError
+from mirrorquant.train import build, checkpoint, evaluate, process
 from mirrorquant.train.config import Config
 from mirrorquant.train.engine import Engine, choose
-from mirrorquant.train.evaluate import count_parameters, layers
 from mirrorquant.train.metrics import Metrics
 from mirrorquant.train.progress import Progress
-from mirrorquant.train.run_folder import BEST, CHECKPOINT, RunFolder
+from mirrorquant.train.run_folder import BEST, CHECKPOINT, RunError, RunFolder
 
 __all__ = ["Interrupted", "Run", "RunError"]
 
@@ -110,21 +108,6 @@ class Run:
                     self._follow_up()
             return self._finish()
 
-    @functools.cached_property
-    def engine(self) -> Engine:
-        """Makes the steps; chosen when first needed, since it starts from the model as it is then."""
-        return choose(self.task, self.config.engine, self.say)
-
-    @functools.cached_property
-    def metrics(self) -> Metrics:
-        """Records the curves; opened when first needed, after the steps that are done already."""
-        return Metrics(self.folder.path, self.step, self.seal)
-
-    def say(self, message: str) -> None:
-        """Shows a message beside the progress, and keeps it."""
-        self.messages.append(message)
-        self.progress.say(message)
-
     def advance(self) -> None:
         """One iteration; its loss is added to the engine's ``losses``."""
         try:
@@ -152,6 +135,21 @@ class Run:
         every, since = config.checkpoint_every, time.monotonic() - self.saved
         if self.step % every == 0 if every else since > CHECKPOINT_SECONDS:
             self._save()
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """Makes the steps; chosen when first needed, since it starts from the model as it is then."""
+        return choose(self.task, self.config.engine, self.say)
+
+    @functools.cached_property
+    def metrics(self) -> Metrics:
+        """Records the curves; opened when first needed, after the steps that are done already."""
+        return Metrics(self.folder.path, self.step, self.seal)
+
+    def say(self, message: str) -> None:
+        """Shows a message beside the progress, and keeps it."""
+        self.messages.append(message)
+        self.progress.say(message)
 
     def _finalize(self) -> None:
         """Rounds for good; a fresh engine trains the parameters that are left."""
@@ -195,7 +193,7 @@ class Run:
         self.metrics.write("weights", self.step, range=[low, high], layers=rows)
 
     def _diverged(self, step: int) -> RunError:
-        where = diagnosis.origin(self.task.model, self.task.opt, self.task.batch(step).images)
+        where = evaluate.not_finite(self.task.model, self.task.opt, self.task.batch(step).images)
         return RunError(
             f"the loss is not finite at iteration {self.step}; it begins in {where}. Lower lr (it is "
             f"{self.task.lr(self.step):g}) and start again; the last checkpoint in {self.folder.path} is intact"
@@ -206,7 +204,7 @@ class Run:
     def _save(self) -> None:
         self.saved = time.monotonic()
         with self.clock.apart("checkpoints"):
-            if diagnosis.has_nan(self.task.opt):  # a graph does not look at its gradients
+            if evaluate.has_nan(self.task.opt):  # a graph does not look at its gradients
                 raise self._diverged(self.step)
             self.engine.sync()
             self.folder.write_checkpoint(self._state(self.engine.losses, self.metrics.seal()))
@@ -253,12 +251,15 @@ class Run:
         expected = {**fresh, "best": fresh["model"] if whole["best_step"] >= 0 else {}}
         for name, value in expected.items():
             checkpoint.fits(whole.get(name), value, name, dict(task.model.named_buffers()))
-        if not whole["best_step"] <= whole["step"] <= self.config.iterations or whole["best_accuracy"] > 100:
-            raise ValueError(f"step is {whole['step']} and best_step {whole['best_step']}, which is impossible")
+        step, best_step, first = whole["step"], whole["best_step"], min(self.config.eval_every, self.config.iterations)
+        if not best_step <= step <= self.config.iterations or (best_step < 0) != (step < first):
+            raise ValueError(f"step is {step} and best_step {best_step}, which is impossible")
+        if whole["best_accuracy"] > 100:
+            raise ValueError(f"best_accuracy is {whole['best_accuracy']}, expected at most 100")
         task.opt.load_state_dict(whole["optimizer"])
         task.model.load_state_dict(whole["model"])
-        if task.opt.steps != whole["step"]:
-            raise ValueError(f"the optimizer has taken {task.opt.steps} steps, expected {whole['step']}")
+        if task.opt.steps != step:
+            raise ValueError(f"the optimizer has taken {task.opt.steps} steps, expected {step}")
         with task.opt.quantized():  # raises unless the weights belong to their latents
             pass
         task.model.load_state_dict(whole["model"])  # to the last bit: another version may have projected otherwise
@@ -283,7 +284,7 @@ class Run:
         with task.opt.quantized():
             last, _ = task.evaluate(task.data.test)
         task.model.load_state_dict(self.best)
-        rows = layers(task.opt)
+        rows = evaluate.layers(task.opt)
         if off := [row["name"] for row in rows if row["off_levels"]]:
             raise RunError(f"the best network has weights off their levels in {', '.join(off)}: please report this")
         for problem in [*health(task.opt).collapses, *gaps]:
@@ -310,10 +311,16 @@ class Run:
             "iterations_per_second": round(self.step / max(seconds, 1e-9), 2),
             "training_iterations_per_second": round(self.step / max(training, 1e-9), 2),
             "versions": versions(task.device),
-            "engine": {"engine": self.engine.name, **task.facts()},
+            "engine": {
+                "engine": self.engine.name,
+                "precision": str(task.dtype).removeprefix("torch."),
+                "compile": task.compile,
+                "channels_last": task.channels_last,
+                "cuda_bytes": torch.cuda.max_memory_allocated(task.device) if task.device.type == "cuda" else 0,
+            },
             "curve": [[line["step"], round(line["accuracy"], 3)] for line in lines if line["kind"] == "val"],
             "loss_curve": [[line["step"], round(line["loss"], 5)] for line in lines if line["kind"] == "train"],
-            "parameters": count_parameters(rows),
+            "parameters": evaluate.count_parameters(rows),
             "layers": rows,
         }
         self.folder.write("summary.json", json.dumps(summary, indent=1) + "\n")

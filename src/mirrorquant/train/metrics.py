@@ -18,17 +18,17 @@ from mirrorquant.errors import MirrorquantError
 __all__ = ["Metrics", "MetricsError", "read_metrics"]
 
 
-_NUMBERS = {"train": ("loss",), "val": ("accuracy",), "weights": ()}  # the curves of a summary are made of them
+_NUMBERS = {"train": ("step", "loss"), "val": ("step", "accuracy"), "weights": ("step",)}  # the curves of a summary
 
 
 class MetricsError(MirrorquantError, ValueError):
-    """A metrics file that cannot be written, or a broken line of it; the message says which."""
+    """A metrics file that cannot be read or written, or a broken line in it; the message names the place."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a file that is not there has none.
+    """The lines of a metrics file; none if there is no file.
 
-    What follows the last line break is still being written, or was cut off: it is ignored.
+    Text after the last line break is still being written, or was cut off: it is ignored.
     """
     return _rows(_read(path), path)
 
@@ -54,13 +54,11 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
         raise MetricsError(f"{place}: not JSON ({error}); fix or remove the line") from error
     if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
         raise MetricsError(f'{place}: expected a JSON object with a "kind", found {line[:60]!r}')
-    step = row.get("step", None if row["kind"] in _NUMBERS else 0)
-    if type(step) is not int or not 0 <= step <= 1e15:
-        raise MetricsError(f"{place}: step is {str(step)[:60]}, expected a whole number; fix or remove the line")
-    for name in _NUMBERS.get(row["kind"], ()):  # lines of other kinds may hold anything
-        value = row.get(name)
-        if type(value) is not float and (type(value) is not int or abs(value) > 1e15):
-            raise MetricsError(f"{place}: {name} is {str(value)[:60]}, expected a number; fix or remove the line")
+    for name in _NUMBERS.get(row["kind"], row.keys() & {"step"}):  # lines of other kinds may hold anything else
+        value, whole = row.get(name), name == "step"
+        if (whole or type(value) is not float) and (type(value) is not int or not 0 <= value <= 1e15):
+            expected = f"a {'whole ' * whole}number"
+            raise MetricsError(f"{place}: {name} is {str(value)[:60]}, expected {expected}; fix or remove the line")
     return row
 
 
@@ -68,38 +66,34 @@ class Metrics:
     """Appends to ``metrics.jsonl``, and to TensorBoard events where tensorboard is installed."""
 
     def __init__(self, folder: Path, steps_done: int, seal: Mapping[str, Any] | None = None) -> None:
-        """Goes on after ``steps_done`` steps; ``seal`` is what :meth:`seal` returned then."""
+        """Continues after ``steps_done`` steps, with the result of :meth:`seal` from then."""
         self.path = folder / "metrics.jsonl"
-        content = b""
         self.events: _Events | None = None
-        if steps_done and self.path.exists():
-            content = self._kept(_read(self.path), steps_done, seal)
+        content = self._kept(steps_done, seal) if steps_done and self.path.exists() else b""
         self.bytes, self.digest = len(content), hashlib.sha256(content)
         _files.write_atomically(self.path, content, MetricsError)
         try:
             self.file = self.path.open("ab")
-            self.events = _Events(folder, steps_done + 1)
-        except ImportError:
-            pass
+            with suppress(ImportError):
+                self.events = _Events(folder, steps_done + 1)
         except OSError as error:
             raise MetricsError(f"the metrics in {folder} cannot be written ({error.strerror})") from error
 
-    def _kept(self, content: bytes, steps_done: int, seal: Mapping[str, Any] | None) -> bytes:
-        """What was recorded up to a checkpoint; lines after it are recorded again."""
-        if seal is None:  # by a version that did not seal them
-            kept = [row for row in _rows(content, self.path) if row.get("step", 0) <= steps_done]
-            return "".join(json.dumps(row) + "\n" for row in kept).encode()
-        content = content[: seal["bytes"]]
-        _rows(content, self.path)  # names the line, if it is one that is broken
+    def _kept(self, steps_done: int, seal: Mapping[str, Any] | None) -> bytes:
+        """The lines up to a checkpoint; later ones are recorded again."""
+        content = _read(self.path)[: seal["bytes"] if seal else None]
+        rows = _rows(content, self.path)  # names a broken line
+        if seal is None:  # the version that wrote them had no seals
+            return "".join(json.dumps(row) + "\n" for row in rows if row.get("step", 0) <= steps_done).encode()
         if hashlib.sha256(content).hexdigest() != seal["sha256"]:
             raise MetricsError(
-                f"{self.path} differs from what iteration {steps_done} had recorded: restore it, or delete it to go on "
-                "without the curves so far"
+                f"{self.path} differs from what iteration {steps_done} had recorded: restore it, or delete it to "
+                "continue without the curves so far"
             )
         return content
 
     def seal(self) -> dict[str, Any]:
-        """Puts the lines so far on the disk, and returns their size and checksum, for a checkpoint to keep."""
+        """Synchronizes the lines so far to the disk, and returns their size and checksum, for a checkpoint."""
         try:
             os.fsync(self.file.fileno())
         except OSError as error:
@@ -107,7 +101,7 @@ class Metrics:
         return {"bytes": self.bytes, "sha256": self.digest.hexdigest()}
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """One line; numbers go to TensorBoard as ``kind/name``."""
+        """Writes one line; numbers go to TensorBoard as ``kind/name``."""
         numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, (int, float))}
         line = (json.dumps({"kind": kind, "step": step, **values}) + "\n").encode()
         self.bytes += len(line)
@@ -121,14 +115,14 @@ class Metrics:
             raise MetricsError(f"{self.path} could not be written ({error.strerror}): free some space") from error
 
     def close(self) -> None:
-        """Closes both."""
+        """Closes both files."""
         for file in [self.file, *([self.events.file] if self.events is not None else [])]:
             with suppress(OSError):  # of a line that could not be written, which was reported then
                 file.close()
 
 
 class _Events:
-    """TensorBoard events, written by the thread that calls: tensorboard's own writer reports failures from another."""
+    """TensorBoard events, written by the calling thread: tensorboard's writer reports failures from another."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

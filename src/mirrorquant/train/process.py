@@ -1,11 +1,11 @@
-"""What a run does to its process: torch's settings, signals, and the time that it takes."""
+"""The process of a run: torch's settings, signals, and time."""
 
 from __future__ import annotations
 
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
 import torch
@@ -18,25 +18,23 @@ __all__ = ["Clock", "settings", "signals"]
 @contextmanager
 def settings(config: Config, device: torch.device) -> Iterator[None]:
     """Sets threads, deterministic algorithms and cuDNN's choice of kernels, and restores them afterwards."""
-    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     deterministic = torch.are_deterministic_algorithms_enabled()
-    try:
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        stack.callback(torch.use_deterministic_algorithms, deterministic)
+        stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
         if config.threads:
             torch.set_num_threads(config.threads)
         torch.use_deterministic_algorithms(deterministic or config.deterministic)
         torch.backends.cudnn.benchmark = device.type == "cuda" and not config.deterministic
         if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)  # that of earlier runs of this process
+            torch.cuda.reset_peak_memory_stats(device)  # of earlier runs in this process
         yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
-        torch.backends.cudnn.benchmark = benchmark
 
 
 @contextmanager
 def signals() -> Iterator[list[int]]:
-    """Yields a list that gets the number of a SIGINT or SIGTERM, to stop by; a second one interrupts at once."""
+    """Yields a list that receives the number of a SIGINT or SIGTERM; a second signal interrupts at once."""
     stop: list[int] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -44,19 +42,15 @@ def signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         stop.append(number)
 
-    try:
-        old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread: whoever runs the thread handles signals
-        old = {}
-    try:
+    with ExitStack() as stack:
+        with suppress(ValueError):  # not in the main thread, which then handles signals itself
+            for number in (signal.SIGINT, signal.SIGTERM):
+                stack.callback(signal.signal, number, signal.signal(number, handler))
         yield stop
-    finally:
-        for number, previous in old.items():
-            signal.signal(number, previous)
 
 
 class Clock:
-    """Seconds of a run since its start, over all resumes, and those of them that did not go into training."""
+    """Seconds since the start of a run, over all resumes, and the part of them that was not spent on training."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.began = device, time.monotonic()
@@ -64,7 +58,7 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """All seconds so far; set it to go on after so many."""
+        """All seconds so far; set it to continue from there."""
         return time.monotonic() - self.began
 
     @seconds.setter
@@ -73,7 +67,7 @@ class Clock:
 
     @contextmanager
     def apart(self, what: str) -> Iterator[None]:
-        """Counts the seconds of a block apart; training's work that is still under way on the device is left out."""
+        """Counts the seconds of a block apart, after waiting for the training that is still under way on the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         began = time.monotonic()

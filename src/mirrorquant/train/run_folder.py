@@ -5,26 +5,31 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from torch import nn
 
 from mirrorquant import _files
 from mirrorquant.data import load as load_data
+from mirrorquant.errors import MirrorquantError
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.train import build, checkpoint, evaluate
-from mirrorquant.train.checkpoint import CheckpointError, RunError
+from mirrorquant.train.checkpoint import CheckpointError
 from mirrorquant.train.config import Config, ConfigError
 from mirrorquant.train.metrics import read_metrics
 
 __all__ = ["Best", "RunError", "RunFolder"]
 
-BEST = ("best.pt", "best.mq")  # the second is that of version 0.1
+BEST = ("best.pt", "best.mq")  # the second name is from version 0.1
 CHECKPOINT = ("checkpoint.pt", "checkpoint.mq")
-_TOLD = ("recipe", "data", "model", "method", "levels", "seed")
+_ORIGIN = ("recipe", "data", "model", "method", "levels", "seed")
+
+
+class RunError(MirrorquantError, RuntimeError):
+    """Training cannot start or continue; the message says why and what to do."""
 
 
 class RunFolder:
@@ -35,22 +40,19 @@ class RunFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._lock: BinaryIO | None = None
-
-    # Holding it.
+        self.path, self._held = Path(path), ExitStack()
 
     def lock(self) -> None:
-        """Creates the folder if need be and holds it: another process gets an error; a killed one lets go."""
+        """Creates the folder if needed and locks it until ``release``, or until the process ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "wb", opener=_open_lock)  # noqa: SIM115
+            file = self._held.enter_context(open(self.path / ".lock", "wb", opener=_open_lock))  # noqa: SIM115
         except OSError as error:
             raise RunError(f"{self.path} cannot be used as a run folder ({error.strerror})") from error
         try:
             import fcntl
 
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except ImportError:  # no such locks on this system
             pass
         except OSError:
@@ -61,12 +63,8 @@ class RunFolder:
                 unfinished.unlink()
 
     def release(self) -> None:
-        """Lets go."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-    # Text.
+        """Unlocks the folder."""
+        self._held.close()
 
     @property
     def begun(self) -> bool:
@@ -90,25 +88,35 @@ class RunFolder:
             raise RunError(f"{path} cannot be read: the run has not ended, or was altered") from error
 
     def write(self, name: str, text: str) -> None:
-        """Writes a text file, which appears whole or not at all."""
+        """Writes a text file atomically."""
         _files.write_atomically(self.path / name, text.encode(), CheckpointError)
 
-    # Networks.
-
     def write_checkpoint(self, state: dict[str, Any]) -> None:
-        """Writes a checkpoint, and keeps the one before as a spare."""
+        """Writes a checkpoint, and keeps the previous one as a spare."""
         try:
             checkpoint.save(self.path / CHECKPOINT[0], state)
         except CheckpointError as error:
             remedy = f"Free some space and continue with --resume {shlex.quote(str(self.path))}"
             if not self.path.is_dir():
-                remedy = "It was removed or renamed while the run went on: start again"
+                remedy = "It was removed or renamed during the run: start again"
             raise RunError(f"{error}. {remedy}") from error
 
-    def restore(self, load: Callable[[dict[str, Any]], None], say: Callable[[str], None]) -> bool:
-        """Loads the newest checkpoint for which ``load`` raises no error, and returns whether there is any."""
-        paths = [path for name in CHECKPOINT for path in checkpoint.spares(self.path / name)]
-        return checkpoint.load_newest(paths, load, say)
+    def restore(self, use: Callable[[dict[str, Any]], None], say: Callable[[str], None]) -> bool:
+        """Uses the newest checkpoint that is undamaged, and returns whether there is any file; RunError ends it."""
+        problems = []
+        for path in (path for name in CHECKPOINT for path in checkpoint.spares(self.path / name)):
+            if path.exists():
+                try:
+                    checkpoint.whole(path, use)
+                    return True
+                except RunError:
+                    raise
+                except MirrorquantError as error:
+                    problems.append(str(error))
+                    say(f"{error}; trying the previous one")
+        if problems:
+            raise CheckpointError(f"no undamaged checkpoint is left: {'; '.join(problems)}")
+        return False
 
     def best(self) -> Best:
         """The best rounded network of the run."""
@@ -151,12 +159,12 @@ class Best:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Where the network comes from, for a file that is made of it."""
-        return {**{name: self.config[name] for name in _TOLD}, **self.images}
+        """The origin of the network, for files that are made from it."""
+        return {**{name: self.config[name] for name in _ORIGIN}, **self.images}
 
     @property
     def off_levels(self) -> list[str]:
-        """The quantized parameters with values that are not levels: none, unless the file was made to deceive."""
+        """The quantized parameters with values that are not levels: none, unless the file was forged."""
         return [row["name"] for row in evaluate.layers(self.opt) if row["off_levels"]]
 
 
@@ -166,6 +174,6 @@ def _images(config: Config) -> dict[str, Any]:
 
 
 def _open_lock(path: str, flags: int) -> int:
-    """Follows no link, and does not wait for the reader of a FIFO: a stranger's folder may hold either."""
+    """Follows no link and does not wait at a FIFO: the folder of a stranger may hold either."""
     careful = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     return os.open(path, flags | careful, 0o666)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -48,10 +47,3 @@ class Task:
     def evaluate(self, images: Images) -> tuple[float, float]:
         """Accuracy in percent and mean loss of the model as it is."""
         return evaluate.accuracy(self.model, images, self.data, self.objective, self.autocast())
-
-    def facts(self) -> dict[str, Any]:
-        """How it computes, for a summary."""
-        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
-        precision = str(self.dtype).removeprefix("torch.")
-        layout = {"compile": self.compile, "channels_last": self.channels_last}
-        return {"precision": precision, **layout, "cuda_bytes": peak}

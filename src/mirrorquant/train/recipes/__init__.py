@@ -1,12 +1,11 @@
 """Recipes: the hyperparameters of every CIFAR and TinyImageNet cell of the paper's tables, by name.
 
-A name says data set, model, levels and method as the tables do: ``cifar10/resnet18/binary/md-tanh-s``; the float
-network, REF, has no levels: ``cifar10/resnet18/ref``. PQ* and PMF* are ``pq-star`` and ``pmf-star``. The values are
-in one TOML file per data set, next to this module, laid out like the paper's hyperparameter tables.
+A name consists of data set, model, levels and method, as in the tables: ``cifar10/resnet18/binary/md-tanh-s``; the
+float network, REF, has no levels: ``cifar10/resnet18/ref``. PQ* and PMF* are ``pq-star`` and ``pmf-star``. The values
+are in one TOML file per data set, next to this module, laid out like the paper's hyperparameter tables.
 
-A recipe is a flat dictionary of keys of :mod:`mirrorquant.train.config`, which has their types, defaults and help;
-those that are not in it have their defaults. A key stands only where it means something: ``levels`` is not in REF,
-``momentum`` only beside SGD.
+A recipe is a dictionary of keys of :class:`mirrorquant.train.Config`; other keys have their defaults. It only holds
+keys that have an effect: REF has no ``levels``, and only SGD has ``momentum``.
 """
 
 import copy
@@ -26,12 +25,11 @@ from mirrorquant.train.config import KEYS, ConfigError
 __all__ = ["RecipeError", "get", "names"]
 
 _LEVELS = ("binary", "ternary")
-_TABLES = ("ref", *_LEVELS)
 _NOT_IN_A_ROW = ("data", "model", "levels", "recipe", "overrides")
 
 
 class RecipeError(ConfigError):
-    """A recipe that does not exist, or a TOML file that does not make sense."""
+    """A recipe that does not exist, or an invalid TOML file."""
 
 
 def names() -> list[str]:
@@ -45,7 +43,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> dict[str, Any]:
-    """The recipe of that name: a fresh dictionary, without the keys that have their defaults.
+    """The recipe of that name, as a new dictionary, without the keys that have their defaults.
 
     >>> recipe = get("cifar10/resnet18/binary/md-tanh-s")
     >>> recipe["lr"], recipe["beta_scale"], recipe["beta_interval"], recipe["paper"]
@@ -78,26 +76,22 @@ def _parse(data: str, text: str) -> dict[str, dict[str, Any]]:
     defaults, methods = tables.pop("defaults"), _rows(tables.pop("methods"))
     recipes = {}
     for model, table in tables.items():
-        shared = {key: value for key, value in table.items() if key not in _TABLES}
+        shared = {key: value for key, value in table.items() if key not in ("ref", *_LEVELS)}
         for path, row in _rows(table).items():
-            name = "/".join((data, model, *path))
+            name, (*levels, method) = f"{data}/{model}/{path}", path.split("/")
             if path not in methods:
-                raise RecipeError(
-                    f"{name}: no row for {path[-1]!r} in [methods] of {data}.toml: add one, empty if need be"
-                )
+                raise RecipeError(f"{name}: no row for {method!r} in [methods] of {data}.toml: add one, perhaps empty")
             values = {**defaults, **shared, **methods[path], **row}
             _check(name, values)
-            levels = {"levels": path[0]} if len(path) == 2 else {}
-            recipes[name] = {"data": data, "model": model, **levels, "method": path[-1], **values}
+            place = {"data": data, "model": model, **({"levels": levels[0]} if levels else {})}
+            recipes[name] = {**place, "method": method, **values}
     return recipes
 
 
-def _rows(table: dict[str, Any]) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Rows by their place in a table: ("ref",), ("binary", "bc"), ..."""
-    rows: dict[tuple[str, ...], dict[str, Any]] = {("ref",): table["ref"]} if "ref" in table else {}
-    for levels in _LEVELS:
-        rows.update({(levels, method): row for method, row in table.get(levels, {}).items()})
-    return rows
+def _rows(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Rows by their place in a table: ref, binary/bc, ..."""
+    rows = {f"{levels}/{method}": row for levels in _LEVELS for method, row in table.get(levels, {}).items()}
+    return {"ref": table["ref"], **rows} if "ref" in table else rows
 
 
 def _check(name: str, values: dict[str, Any]) -> None:
