@@ -32,6 +32,7 @@ from mirrorquant.train import (
     CheckpointError,
     Config,
     ConfigError,
+    EngineError,
     Interrupted,
     MetricsError,
     Run,
@@ -434,6 +435,17 @@ def test_the_spare_is_used_where_a_checkpoint_is_damaged(tmp_path):
     assert "checkpoint.pt is damaged" in run.messages[0]
     assert run.messages[1] == "continuing after iteration 24"
     assert_identical(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_an_engine_that_cannot_train_is_not_mistaken_for_a_damaged_checkpoint(finished, tmp_path, monkeypatch):
+    shutil.copytree(finished, tmp_path / "run")
+
+    def choose(*_):
+        raise EngineError("engine=graph cannot train this")
+
+    monkeypatch.setattr("mirrorquant.train.loop.choose", choose)
+    with pytest.raises(EngineError, match=r"^engine=graph cannot train this"):
+        Run.resume(tmp_path / "run", quiet=True).train()
 
 
 @pytest.mark.parametrize("done", [0, 3])

@@ -229,7 +229,8 @@ class Run:
         """Continues from the newest checkpoint that fits, if there is one."""
         self.clock.seconds, metrics = 0.0, self.folder.path / "metrics.jsonl"
         fresh = self._state(torch.zeros(()), {"bytes": 0, "sha256": ""})
-        if self.folder.restore(lambda state: self._load(state, fresh), self.say):
+        if state := self.folder.restore(lambda state: self._load(state, fresh), self.say):
+            self.engine.losses.copy_(state["losses"])
             self.say(f"continuing after iteration {self.step}")
             if self.step and not metrics.exists():
                 self.say(f"{metrics} is missing: the curves begin here")
@@ -238,7 +239,7 @@ class Run:
         self.saved = time.monotonic()
         self.progress.begin(self.step)
 
-    def _load(self, state: dict[str, Any], fresh: dict[str, Any]) -> None:
+    def _load(self, state: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
         """Loads a checkpoint after comparing it with a fresh one; any error but RunError means that it is damaged."""
         task, cuda = self.task, self.task.device.type == "cuda"
         theirs = Config.parse(state.get("config", ""), self.folder.path / CHECKPOINT[0])
@@ -271,7 +272,7 @@ class Run:
         if "logged" not in state:
             self.logged = self.step - self.step % theirs.log_every
         self.clock.seconds, self.clock.aside, self.seal = whole["seconds"], whole["aside"], state.get("metrics")
-        self.engine.losses.copy_(whole["losses"])
+        return whole
 
     # The end.
 

@@ -101,22 +101,23 @@ class RunFolder:
                 remedy = "It was removed or renamed during the run: start again"
             raise RunError(f"{error}. {remedy}") from error
 
-    def restore(self, use: Callable[[dict[str, Any]], None], say: Callable[[str], None]) -> bool:
-        """Uses the newest checkpoint that is undamaged, and returns whether there is any file; RunError ends it."""
+    def restore(
+        self, use: Callable[[dict[str, Any]], dict[str, Any]], say: Callable[[str], None]
+    ) -> dict[str, Any] | None:
+        """Uses the newest checkpoint that is undamaged, and returns it, or None if there is no file."""
         problems = []
         for path in (path for name in CHECKPOINT for path in checkpoint.spares(self.path / name)):
             if path.exists():
                 try:
-                    checkpoint.whole(path, use)
-                    return True
-                except RunError:
+                    return checkpoint.whole(path, use)
+                except RunError:  # it belongs to another run
                     raise
                 except MirrorquantError as error:
                     problems.append(str(error))
                     say(f"{error}; trying the previous one")
         if problems:
             raise CheckpointError(f"no undamaged checkpoint is left: {'; '.join(problems)}")
-        return False
+        return None
 
     def best(self) -> Best:
         """The best rounded network of the run."""
