@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and reading files that others may have prepared."""
+"""Files that are written completely or not at all, and safe reading of files from others."""
 
 import errno
 import json
@@ -8,8 +8,6 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
-
-_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)  # by file systems that cannot synchronize a directory
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -68,13 +66,13 @@ def write_atomically(path: Path, content: bytes | bytearray, error: type[Excepti
 
 def sync_folder(folder: Path) -> None:
     """Makes the renames in a folder durable; does nothing where the system cannot."""
-    if not hasattr(os, "O_DIRECTORY"):  # Windows
+    if os.name == "nt":
         return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as problem:
-        if problem.errno not in _UNSUPPORTED:
+        if problem.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(handle)

@@ -1,8 +1,8 @@
 """Augmentation of whole batches on their device, from random numbers drawn beforehand.
 
-An augmentation is two functions. `draw` makes the random numbers of many images at once, with a generator on the CPU;
-`apply` turns a batch of images and its share of those numbers into a batch of images. It stays with integers
-throughout, so that the CPU and a GPU give the same bytes.
+An augmentation has two methods. `draw` makes the random numbers of many images at once, with a generator on the CPU;
+`apply` changes a batch of images according to its share of those numbers. It uses integers throughout, so that the CPU
+and a GPU give the same bytes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-PIXELS = 1 << 21  # with more, the sums of `ResizedCrop.apply` do not fit 32 bits
+PIXELS = 1 << 21  # with more, the sums in `ResizedCrop.apply` do not fit in 32 bits
 
 
 @dataclass(frozen=True)
 class Crop:
-    """Pad with `padding` black pixels all around, cut out a random window of the former size, and flip half of them.
+    """Pads each image with black pixels, cuts out a random window of the original size and, if `flip`, mirrors half.
 
     >>> Crop(padding=0, flip=False).apply(torch.eye(2).byte()[None, None], torch.tensor([[0, 0, 1]])).tolist()
     [[[[0, 1], [1, 0]]]]
@@ -29,12 +29,12 @@ class Crop:
     flip: bool
 
     def draw(self, count: int, height: int, width: int, generator: Generator) -> Tensor:
-        """Top, left and flipped (0 or 1) for each image: count×3 of int64."""
+        """Top, left and flipped (0 or 1) of each image: count×3 of int64."""
         corner = torch.randint(0, 2 * self.padding + 1, (count, 2), generator=generator)
         return torch.cat([corner, _flips(count, self.flip, generator)], 1)
 
     def apply(self, images: Tensor, draws: Tensor) -> Tensor:
-        """The windows that `draws` tells of, from N×C×H×W of uint8."""
+        """The windows of N×C×H×W images of uint8 at the places in `draws`."""
         height, width = images.shape[2:]
         top, left, flipped = draws.unbind(1)
         rows = top[:, None] + torch.arange(height, device=images.device)
@@ -44,11 +44,11 @@ class Crop:
 
 @dataclass(frozen=True)
 class ResizedCrop:
-    """Cut out a random box, resize it (bilinear) to the former size, and flip half of them.
+    """Cuts a random box out of each image, resizes it (bilinear) to the original size and mirrors half of them.
 
-    The box takes a share of the area drawn uniformly from `scale` and has a ratio of width to height drawn from
-    `ratio`, uniformly in its logarithm. Where ten draws give no box that fits, it is the largest central one of an
-    allowed ratio.
+    The box covers a share of the area drawn uniformly from `scale`; the logarithm of its ratio of width to height is
+    drawn uniformly within `ratio`. If ten draws give no box that fits, it is the largest central one of an allowed
+    ratio.
     """
 
     scale: tuple[float, float] = (0.08, 1.0)
@@ -56,7 +56,7 @@ class ResizedCrop:
     flip: bool = True
 
     def draw(self, count: int, height: int, width: int, generator: Generator) -> Tensor:
-        """Top, left, height and width of the box and flipped (0 or 1) for each image: count×5 of int64."""
+        """Top, left, height and width of the box and flipped (0 or 1) of each image: count×5 of int64."""
         if height * width > PIXELS:
             raise ValueError(f"images have {height}×{width} pixels, expected {PIXELS:,} at most. Load them smaller.")
         uniform = torch.rand(4, count, 10, generator=generator, dtype=torch.float64)
@@ -76,7 +76,7 @@ class ResizedCrop:
         return torch.cat([torch.stack([top, left, h, w], 1), _flips(count, self.flip, generator)], 1)
 
     def apply(self, images: Tensor, draws: Tensor) -> Tensor:
-        """The boxes that `draws` tells of, resized and rounded, from N×C×H×W of uint8."""
+        """The boxes in `draws`, cut out of N×C×H×W images of uint8, resized and rounded."""
         height, width = images.shape[2:]
         top, left, box_height, box_width, flipped = draws.unbind(1)
         row, next_row, down = _between(torch.arange(height, device=images.device), height, top, box_height)
@@ -103,25 +103,23 @@ def _flips(count: int, flip: bool, generator: Generator) -> Tensor:
 
 
 def _columns(width: int, flipped: Tensor) -> Tensor:
-    """For each image the columns from left to right, or from right to left where it is flipped."""
+    """The columns of each image from left to right, or from right to left if it is flipped."""
     columns = torch.arange(width, device=flipped.device)
     return torch.where(flipped[:, None].bool(), columns.flip(0), columns)
 
 
 def _window(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """The pixels of image i at `rows[i]` and `columns[i]`, in all channels."""
-    count, channels = images.shape[:2]
-    image = torch.arange(count, device=images.device)[:, None, None, None]
-    channel = torch.arange(channels, device=images.device)[:, None, None]
-    return images[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
+    image, channel = (torch.arange(count, device=images.device) for count in images.shape[:2])
+    return images[image[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None, :]]
 
 
 def _between(index: Tensor, size: int, start: Tensor, length: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the pixels `index` of an image of `size` lie in a box that is stretched over it.
+    """The positions of the pixels `index` of an image of `size` in a box that is stretched over it.
 
-    With the centres of pixels at half integers, pixel i lies at (i + 1/2)·length/size - 1/2, kept inside the box. In
-    units of 1/(2·size) that is an integer. Returned are the two pixels beside it and its distance to the first, in
-    those units.
+    With the centres of pixels at half integers, pixel i lies at (i + 1/2)·length/size - 1/2, clamped to the box. In
+    units of 1/(2·size) that is an integer. Returns the two pixels beside it and its distance to the first, in those
+    units.
     """
     start, length = start[:, None], length[:, None]
     place = (2 * index + 1) * length - size

@@ -1,4 +1,4 @@
-"""A data set: images as bytes, in three splits."""
+"""Images as bytes, and data sets of three splits of them."""
 
 from __future__ import annotations
 

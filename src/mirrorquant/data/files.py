@@ -25,7 +25,7 @@ REMEDY = "the folder {root}. Or delete damaged files, then mirrorquant.data.load
 
 
 def locate(folders: Sequence[Path], names: Collection[str]) -> Path:
-    """The first folder that has one of the files, or the first of all if none has."""
+    """The first folder that has one of the files; the first folder if none has."""
     return next((folder for folder in folders for name in names if (folder / name).exists()), folders[0])
 
 
@@ -45,9 +45,9 @@ def read(path: Path, size: int, sha256: str | None = None) -> Tensor:
 
 
 def fetch(url: str, md5: str, paths: Sequence[Path], *, download: bool) -> None:
-    """Download the files that are missing: members of the tar archive at `url`, or the only file at `url` itself.
+    """Downloads the files that are missing, from a tar archive that has all of them, or from the `url` of a single one.
 
-    Each appears only when it is complete. Members of an archive that are not in `paths` are ignored.
+    Each appears only when it is complete. Other members of an archive are ignored.
     """
     missing = {path.name: path for path in paths if not path.exists()}
     if not missing:

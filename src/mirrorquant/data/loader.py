@@ -15,9 +15,8 @@ from .base import Images
 class Loader:
     """Training batches, shuffled and augmented: `batch(k)` depends on k alone, so training can resume at any step.
 
-    An epoch visits each image once; what is left over at its end, less than a batch, is dropped. Its order and the
-    random numbers of its augmentation are drawn together on the CPU, from `seed` and the number of the epoch: every
-    device gets the same batches.
+    An epoch visits each image at most once; an incomplete last batch is dropped. The order and the random numbers of
+    the augmentation are drawn on the CPU, from `seed` and the number of the epoch: every device gets the same batches.
 
     >>> from mirrorquant.data import load
     >>> data = load("digits")
@@ -53,27 +52,26 @@ class Loader:
     def batch(self, k: int) -> tuple[Tensor, Tensor]:
         """Batch number k, counted from 0 over all epochs: normalised float32 images and int64 labels."""
         if k < 0:
-            raise ValueError(f"k is {k}, expected 0 or more: the number of the batch since the start of training")
+            raise ValueError(f"k is {k}, expected 0 or more, the number of the batch since the start of training")
         epoch, place = divmod(k, self.batches_per_epoch)
         order, draws = self.epoch(epoch)
         part = slice(place * self.batch_size, (place + 1) * self.batch_size)
         return self.compose(order[part], draws[part])
 
     def compose(self, chosen: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """The batch of some images, by their numbers, augmented by their random numbers."""
+        """The batch of the images with the numbers `chosen`, augmented with the random numbers `draws`."""
         images = self._augmentation.apply(self.images.images[chosen], draws)
         return self._normalise(images), self.images.labels[chosen]
 
     def epoch(self, epoch: int) -> tuple[Tensor, Tensor]:
         """The plan of an epoch, on the device of the images."""
         if epoch != self._epoch:
-            device = self.images.images.device
-            self._order, self._draws = (t.to(device) for t in self.plan(epoch))
+            self._order, self._draws = (tensor.to(self.images.images.device) for tensor in self.plan(epoch))
             self._epoch = epoch
         return self._order, self._draws
 
     def plan(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """The order of an epoch's images, and the random numbers of the augmentation of each in that order."""
+        """The order of the images in an epoch, and the random numbers of their augmentation in that order."""
         digest = hashlib.sha256(f"{self.seed}:{epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
         count, (_, height, width) = len(self.images), self.images.shape
@@ -84,7 +82,7 @@ class Loader:
 def clean_batches(
     images: Images, batch_size: int, mean: Sequence[float], std: Sequence[float]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """All images in their order, normalised and not augmented, for evaluation; the last batch may be smaller.
+    """All images in order, normalised but not augmented, for evaluation; the last batch may be smaller.
 
     >>> from mirrorquant.data import load
     >>> data = load("digits")
@@ -99,13 +97,13 @@ def clean_batches(
 
 
 class Normalise:
-    """Bytes to float32 of mean 0 and variance 1: a subtraction and a division, each exactly rounded everywhere."""
+    """Turns bytes into float32 of mean 0 and variance 1, by a subtraction and a division that are exact everywhere."""
 
     def __init__(self, images: Images, mean: Sequence[float], std: Sequence[float]) -> None:
         channels = images.shape[0]
         if not len(mean) == len(std) == channels or min(std) <= 0:
             raise ValueError(f"mean is {mean} and std is {std}, expected {channels} each, one per channel, std above 0")
-        # Tensors, not numbers: a division by a number is done on a GPU as a multiplication by its reciprocal.
+        # Tensors: a GPU replaces division by a number with multiplication by its reciprocal, which rounds differently.
         self.mean, self.std = (
             (torch.tensor(v, dtype=torch.float64) * 255).float().view(-1, 1, 1).to(images.images.device)
             for v in (mean, std)

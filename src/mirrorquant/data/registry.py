@@ -83,6 +83,6 @@ def load(name: str, root: str | PathLike[str] = "data", *, download: bool = True
     try:
         return found.loader(text) if form else found.loader(Path(root), download=download)
     except DataError as error:
-        raise DataError(f"{error} {remedy}".strip()) from error
+        raise DataError(f"{str(error).rstrip('.')}. {remedy}".strip()) from error
     except OSError as error:
         raise DataError(f"{error.filename or name} cannot be read ({error.strerror or error}). {remedy}") from error
