@@ -90,17 +90,17 @@ def with_results(readme: str, table: str) -> str:
 
 def named(run: RunRecord) -> bool:
     """Whether a run has a recipe."""
-    return run.recipe.count("/") in (2, 3)
+    return run.config["recipe"].count("/") in (2, 3)
 
 
 def title(run: RunRecord) -> str:
     """The recipe, or data, model and method without one."""
-    return run.recipe or ", ".join(str(run.config.get(key)) for key in ("data", "model", "method"))
+    return run.config["recipe"] or ", ".join(str(run.config.get(key)) for key in ("data", "model", "method"))
 
 
 def place(run: RunRecord) -> tuple[str, str, str, str]:
     """Data set, model, levels ("" for the float network) and method: the parts of the recipe's name."""
-    parts = run.recipe.split("/")
+    parts = run.config["recipe"].split("/")
     data, model, levels, method = parts if len(parts) == 4 else (*parts[:2], "", parts[-1])
     return data, model, levels, method
 

@@ -6,7 +6,7 @@
     mirrorquant train --resume runs/NAME                          continue a run
     mirrorquant compare --seeds 3                                 float, BinaryConnect and MD-tanh-S side by side
     mirrorquant eval runs/NAME                                    the best rounded network of a run, on the test set
-    mirrorquant recipes cifar10/resnet18                          what there is, and with which hyperparameters
+    mirrorquant recipes cifar10/resnet18                          the recipes of that task, or the keys of one recipe
     mirrorquant pack runs/NAME                                    that network at one bit per weight, in a file
     mirrorquant export runs/NAME --to onnx                        the same for other runtimes
 
@@ -75,7 +75,7 @@ def _explained(error: BaseException) -> tuple[int, str]:
 
 
 def _parse(given: list[str], parser: argparse.ArgumentParser, commands: list[str]) -> argparse.Namespace:
-    """The options of a command, with ``words`` and ``overrides`` where it takes key=value."""
+    """The options of a command; if it takes key=value, these are ``overrides``, and ``word`` may precede them."""
     if not given:
         parser.print_help()
         raise _UsageError("name a command")
@@ -83,17 +83,15 @@ def _parse(given: list[str], parser: argparse.ArgumentParser, commands: list[str
         near = difflib.get_close_matches(given[0], commands, 1, cutoff=0.0)
         raise _UsageError(f"there is no command {given[0]!r}; did you mean {near[0]!r}?")
     options, unknown = parser.parse_known_args(given)
-    if not hasattr(options, "words"):
-        if unknown:
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return options
-    words = [*options.words, *unknown]
-    if hint := _hint(words):
+    words = [*getattr(options, "words", ()), *unknown]
+    takes_keys = "words" in options
+    if takes_keys and (hint := _hint(words)):
         raise _UsageError(hint)
-    options.overrides = [word for word in words if "=" in word and not word.startswith("-")]
-    options.words = [word for word in words if word not in options.overrides]
-    if len(options.words) > 1 or any(word.startswith("-") for word in options.words):
-        parser.error(f"unrecognized arguments: {' '.join(unknown or options.words[1:])}")
+    options.overrides = [word for word in words if takes_keys and "=" in word and not word.startswith("-")]
+    others = [word for word in words if word not in options.overrides]
+    if len(others) > takes_keys or any(word.startswith("-") for word in others):
+        parser.error(f"unrecognized arguments: {' '.join(unknown or others[1:])}")
+    options.word = "".join(others)
     return options
 
 
@@ -102,9 +100,10 @@ def _hint(words: Sequence[str]) -> str:
     if any(word.startswith("=") for word in words):
         return "write key=value without spaces, as in lr=0.01"
     for word in words:
-        key, _, value = word.lstrip("-").partition("=")
-        if word.startswith("-") and key.replace("-", "_") in KEYS:
-            return f"there is no option {word.partition('=')[0]}: write {key.replace('-', '_')}={value or 'VALUE'}"
+        option, _, value = word.partition("=")
+        key = option.lstrip("-").replace("-", "_")
+        if option.startswith("-") and key in KEYS:
+            return f"there is no option {option}: write {key}={value or 'VALUE'}"
     return ""
 
 
@@ -114,9 +113,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
 
-    def command(name: str, run: Any, text: str, example: str, *, json: bool = True) -> argparse.ArgumentParser:
-        about = f"{text}\n\n    mirrorquant {name} {example}"
-        sub = commands.add_parser(name, help=text, description=about, formatter_class=formatter)
+    def command(name: str, run: Any, example: str = "", *, json: bool = True) -> argparse.ArgumentParser:
+        about = f"{run.__doc__}\n\n    mirrorquant {name} {example}"
+        sub = commands.add_parser(name, help=run.__doc__, description=about, formatter_class=formatter)
         sub.set_defaults(run=run)
         if json:
             sub.add_argument("--json", action="store_true", help="print JSON")

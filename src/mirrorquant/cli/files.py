@@ -16,7 +16,7 @@ from torch import nn
 
 from mirrorquant import data, models, packing
 from mirrorquant._text import first_line, printable
-from mirrorquant.cli.train import TRUSTED
+from mirrorquant.cli.train import TRUSTED, suggest
 from mirrorquant.export import FORMATS
 from mirrorquant.export import export as export_model
 from mirrorquant.health import health
@@ -29,73 +29,75 @@ from mirrorquant.train.run_folder import BEST
 
 PACKED = ".safetensors"
 _ENDINGS = {"onnx": ".onnx", "openvino": ".xml"}
-_RUNTIMES = {"onnx": "ONNX Runtime", "openvino": "OpenVINO"}
 
 
 def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Adds them to the parser."""
-    own: dict[str, Any] = {"metavar": "MODULE:FUNCTION", "help": "for a packed file: builds the model, if it is custom"}
-    sub = command("eval", evaluate, "the best rounded network of a run", "runs/NAME --split val")
+    custom: dict[str, Any] = {"metavar": "MODULE:FUNCTION", "help": "builds the model of a packed file, if custom"}
+    sub = command("eval", evaluate, "runs/NAME --split val")
     text = f"a run, or a *{PACKED}, *.onnx or *.xml file; {TRUSTED}"
     sub.add_argument("what", type=_run, metavar="RUN-OR-FILE", help=text)
     sub.add_argument("--split", default="test", choices=["train", "val", "test"])
     text = "for a file: the data set, downloaded if missing; default: the one that the file names, if present"
     sub.add_argument("--data", help=text)
-    sub.add_argument("--data-root", help="for a file: where data sets are; default: data/")
-    sub.add_argument("--model", **own)
-    sub = command("summary", summary, "bits and bytes, layer by layer", "cifar10/vgg16/ref")
+    sub.add_argument("--data-root", help="for a file: the folder of the data sets; default: data/")
+    sub.add_argument("--model", **custom)
+    sub = command("summary", summary, "cifar10/vgg16/ref")
     sub.add_argument("what", type=_run, metavar="RUN-OR-RECIPE-OR-FILE")
-    sub = command("pack", pack, "a run's network at one bit per weight", "runs/NAME -o net.safetensors")
+    sub = command("pack", pack, "runs/NAME -o net.safetensors")
     sub.add_argument("what", type=Path, metavar="RUN", help=f"the run's folder, or its {BEST[0]}; {TRUSTED}")
     sub.add_argument("-o", "--out", type=Path, metavar="FILE", help=f"default: RUN/packed{PACKED}")
-    sub = command("export", export, "for other runtimes, at one bit per weight", "runs/NAME --to onnx", json=False)
+    sub = command("export", export, "runs/NAME --to onnx", json=False)
     sub.add_argument("what", type=Path, metavar="RUN-OR-FILE", help="a run, or a packed file")
     sub.add_argument("--to", required=True, choices=FORMATS)
     sub.add_argument("-o", "--out", type=Path, metavar="FILE", help="default: beside the source")
-    sub.add_argument("--shape", type=_shape, help="of one input, as in 3x32x32; default: what the source says")
-    sub.add_argument("--model", **own)
+    sub.add_argument("--shape", type=_shape, help="of one input, as in 3x32x32; default: as the source says")
+    sub.add_argument("--model", **custom)
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """Evaluates the best rounded network of a run, or a file that was made from it."""
-    path: Path = options.what
-    if path.suffix in (PACKED, *_ENDINGS.values()):
-        result, lines = _evaluate_file(path, options)
-    else:
-        _refuse_file(path, f"the folder of a run, a packed *{PACKED}, an *.onnx or an OpenVINO *.xml file")
-        if options.data or options.data_root or options.model:
-            raise ConfigError("--data, --data-root and --model are for files: a run knows them")
-        result, lines = _evaluate_run(path, options.split)
+    """Evaluate the best rounded network of a run, or a file made from it."""
+    from_file = options.what.suffix in (PACKED, *_ENDINGS.values())
+    result, text = _evaluate_file(options.what, options) if from_file else _evaluate_run(options.what, options)
     if options.json:
         print(json.dumps(result))
         return
-    name = result.pop("data")
-    print(f"{name} {options.split}: {result['accuracy']:.2f} % (loss {result['loss']:.4f})")
-    print("\n".join(lines))
+    print(f"{result['data']} {options.split}: {result['accuracy']:.2f} % (loss {result['loss']:.4f})\n{text}")
 
 
-def _evaluate_run(folder: Path, split: str) -> tuple[dict[str, Any], list[str]]:
+def _evaluate_run(folder: Path, options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """The result of a run, and a text that says whether its weights are on their levels."""
+    _refuse_file(folder, f"the folder of a run, a packed *{PACKED}, an *.onnx or an OpenVINO *.xml file")
+    if options.data or options.data_root or options.model:
+        raise ConfigError("--data, --data-root and --model are for files: a run knows them")
     best = Best.load(folder)
     config, off, device = best.config, best.off_levels, build.device(best.config)
     images = data.load(config["data"], config["data_root"], download=False).to(device)
     if len(images.classes) != best.images["classes"]:
         raise ConfigError(f"{best.path} has {best.images['classes']} classes, but {images.name} {len(images.classes)}")
-    result: dict[str, Any] = {"folder": str(folder), "split": split, "data": images.name}
+    result: dict[str, Any] = {"folder": str(folder), "split": options.split, "data": images.name}
     result["weights_off_their_levels"] = off
     result["problems"] = [] if off else health(best.opt).collapses
-    result["accuracy"], result["loss"] = accuracy(best.model.to(device), getattr(images, split), images)
+    result["accuracy"], result["loss"] = accuracy(best.model.to(device), getattr(images, options.split), images)
     count = sum(row["bits"] < 32 for row in layers(best.opt))
-    line = f"all {count} quantized tensors are exactly on their {config['levels']} levels"
-    line = line if count else "a float network: none of its tensors is quantized"
-    return result, [f"off their levels: {off}" if off else line, *(f"warning: {text}" for text in result["problems"])]
+    text = f"all {count} quantized tensors are exactly on their {config['levels']} levels"
+    text = text if count else "a float network: none of its tensors is quantized"
+    text = f"off their levels: {off}" if off else text
+    return result, "\n".join([text, *(f"warning: {problem}" for problem in result["problems"])])
 
 
-def _evaluate_file(path: Path, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """A packed file, an ONNX file in ONNX Runtime, or OpenVINO IR in OpenVINO."""
+def _evaluate_file(path: Path, options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """The result of a packed file, or of an exported one in its runtime; and a text with its size and that runtime."""
     if options.model and path.suffix != PACKED:
         raise ConfigError(f"--model is for packed files: {path} holds its own")
-    model, about, how = _runnable(path, options.model)
-    images = _data_of_file(path, about, options)
+    network: Any
+    if path.suffix == PACKED:
+        network = _network(path, options.model)
+        model, how = network.model, f"run packed: {kernels.describe()}"
+    else:
+        model = network = _runtime(path.suffix)(path)
+        how = f"run by {network.runtime}"
+    images = _data_of_file(path, network.about, options)
     size = sum(file.stat().st_size for file in _files_of(path))
     result: dict[str, Any] = {"file": str(path), "split": options.split, "data": images.name, "bytes": size}
     try:
@@ -103,20 +105,14 @@ def _evaluate_file(path: Path, options: argparse.Namespace) -> tuple[dict[str, A
     except Exception as error:
         shape = "x".join(map(str, images.shape))
         raise PackError(f"{path} cannot be tested on {images.name}, images of {shape}: {first_line(error)}") from error
-    return result, [f"{size:,} bytes, {how}"]
+    return result, f"{size:,} bytes, {how}"
 
 
-def _runnable(path: Path, builder: str | None) -> tuple[nn.Module, dict[str, Any], str]:
-    """The network of a file, what the file says about it, and what runs it."""
-    if path.suffix == PACKED:
-        packed = _network(path, builder)
-        return packed.model, packed.about, f"run packed: {kernels.describe()}"
-    other: Any
-    if path.suffix == ".onnx":
-        other = importlib.import_module("mirrorquant.export.onnx").OnnxModel(path)
-    else:
-        other = importlib.import_module("mirrorquant.export.openvino").OpenVinoModel(path)
-    return other, other.about, f"run by {other.runtime}"
+def _runtime(ending: str) -> Any:
+    """The class of models that a runtime runs."""
+    if ending == ".onnx":
+        return importlib.import_module("mirrorquant.export.onnx").OnnxModel
+    return importlib.import_module("mirrorquant.export.openvino").OpenVinoModel
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -125,10 +121,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _data_of_file(path: Path, about: dict[str, Any], options: argparse.Namespace) -> data.Data:
-    """The data set that --data names, or else the file.
-
-    A file may come from anybody: it can name a data set of this library, but not a folder, and starts no download.
-    """
+    """The data set that --data names, or else the file, which may come from anybody: no folder, and no download."""
     root, named = options.data_root or Config.data_root, about.get("data")
     if options.data:
         return data.load(options.data, root)
@@ -141,7 +134,7 @@ def _data_of_file(path: Path, about: dict[str, Any], options: argparse.Namespace
 
 
 def pack(options: argparse.Namespace) -> None:
-    """Writes the best rounded network of a run at one bit per weight."""
+    """Write the best rounded network of a run at one bit per weight."""
     network = _network(options.what)
     path = _output(options.out, network.folder / f"packed{PACKED}")
     packing.save(network.model, path, about=network.about)
@@ -151,17 +144,15 @@ def pack(options: argparse.Namespace) -> None:
         print(json.dumps({"file": str(path), "bytes": size, "float_bytes": full}))
         return
     print(f"wrote {path}: {size:,} bytes; in float32 {full:,}: {full / size:.1f} times as much")
-    file, name = shlex.quote(str(path)), str(network.about.get("data", "NAME"))
+    file, images = shlex.quote(str(path)), _data_option(network.about)
     model = f" --model {shlex.quote(str(network.about.get('model', 'MODULE:FUNCTION')))}"
     model *= contents.architecture is None
-    images = f" --data {shlex.quote(name)}" * (":" in name)  # a folder is not taken from a file unasked
-    print(f"\nnext:\n  mirrorquant summary {file}       its bits and bytes, layer by layer")
-    print(f"  mirrorquant eval {file}{model}{images}          its accuracy, run packed")
-    print(f"  mirrorquant export {file} --to onnx{model}")
+    look = (f"summary {file}", "its bits and bytes, layer by layer")
+    suggest(look, (f"eval {file}{model}{images}", "its accuracy, run packed"), (f"export {file} --to onnx{model}", ""))
 
 
 def export(options: argparse.Namespace) -> None:
-    """Writes a network for another runtime."""
+    """Write a network for another runtime, at one bit per weight."""
     network = _network(options.what, options.model)
     shape = options.shape or network.about.get("shape")
     if not isinstance(shape, list) or not all(_whole(size, 0) for size in shape):
@@ -170,9 +161,14 @@ def export(options: argparse.Namespace) -> None:
     export_model(network.model, path, shape, to=options.to, about=network.about)
     for file in _files_of(path):
         print(f"wrote {file}: {file.stat().st_size:,} bytes")
-    named = str(network.about.get("data", "NAME"))
-    images = "" if named in data.names() else f" --data {printable(shlex.quote(named))}"
-    print(f"\nnext:\n  mirrorquant eval {shlex.quote(str(path))}{images}          in {_RUNTIMES[options.to]}")
+    check = f"eval {shlex.quote(str(path))}{_data_option(network.about)}"
+    suggest((check, f"its accuracy in {_runtime(path.suffix).runtime}"))
+
+
+def _data_option(about: dict[str, Any]) -> str:
+    """--data for a network whose file cannot name its data set: a custom folder, or none."""
+    named = str(about.get("data", "NAME"))
+    return "" if named in data.names() else f" --data {printable(shlex.quote(named))}"
 
 
 def _output(given: Path | None, otherwise: Path) -> Path:
@@ -183,7 +179,7 @@ def _output(given: Path | None, otherwise: Path) -> Path:
 
 
 def summary(options: argparse.Namespace) -> None:
-    """Levels, counts, bits and bytes of the best network of a run, of a recipe's or of a packed file's."""
+    """Show the bits and bytes of a network, layer by layer."""
     path: Path = options.what
     if path.suffix == PACKED:
         contents = packing.read(path)

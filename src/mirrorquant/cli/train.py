@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import json
 import shlex
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mirrorquant import methods
+from mirrorquant._text import table
 from mirrorquant.report import RunRecord, plots
 from mirrorquant.report.tables import compare_row, compare_table
 from mirrorquant.train import Config, ConfigError, Run, RunFolder, build, recipes
@@ -20,21 +22,16 @@ from mirrorquant.train.run_folder import BEST
 
 DEFAULT = "digits/digitsnet/binary/md-tanh-s"
 TRUSTED = "a run of a custom model imports the module it names, so only use runs you trust"
-_COMPARED = """
-next:
-  mirrorquant train cifar10/resnet18/binary/md-tanh-s     a cell of the paper (needs a GPU and CIFAR-10)
-  mirrorquant recipes                                     all of them
-  mirrorquant train DATA/MODEL/... model=mymodule:myfunction data=folder:PATH     your own model and images"""
 
 
 def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Adds ``train`` and ``compare`` to the parser."""
-    sub = command("train", train, "train a network", "cifar10/resnet18/binary/md-tanh-s seed=1")
+    sub = command("train", train, "cifar10/resnet18/binary/md-tanh-s seed=1")
     _add_words(sub, "RECIPE", f"a name from 'mirrorquant recipes'; default: {DEFAULT}")
     sub.add_argument("--out", type=Path, help="the run's folder; default: a new one in runs/")
-    text = f"continue the run in this folder, or in --out, perhaps with another device or data_root; {TRUSTED}"
+    text = f"continue the run in this folder, or in --out; device, data_root and logging may change; {TRUSTED}"
     sub.add_argument("--resume", type=Path, nargs="?", const=Path(), metavar="RUN", help=text)
-    sub = command("compare", compare, "several methods on one task", "digits/digitsnet --seeds 3")
+    sub = command("compare", compare, "digits/digitsnet --seeds 3")
     _add_words(sub, "TASK", "data set and model of the recipes; default: digits/digitsnet")
     sub.add_argument("--methods", default="ref,bc,md-tanh-s", help="names of recipes, separated by commas")
     sub.add_argument("--levels", default="binary", choices=["binary", "ternary"])
@@ -57,16 +54,22 @@ def _default(key: Key) -> str:
     return choices if default in ("", None, []) else f"{choices} (default {default})"
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, 1 or more")
+    return int(text)
+
+
 def train(options: argparse.Namespace) -> None:
-    """Trains a recipe, or continues a run."""
+    """Train a network, or continue a run."""
     _try_writing(options.results)
     if options.resume is None:
-        config = Config.from_recipe(options.words[0] if options.words else DEFAULT, options.overrides)
+        config = Config.from_recipe(options.word or DEFAULT, options.overrides)
         _refuse_idle([config])
-        run = Run(config, options.out or _folder(config), quiet=options.quiet)
+        run = Run(config, options.out or _new_folder(config), quiet=options.quiet)
     else:
         folder = options.out if options.resume == Path() else options.resume
-        if folder is None or options.words or options.out not in (None, folder):
+        if folder is None or options.word or options.out not in (None, folder):
             raise ConfigError("--resume continues the run in one folder: recipe and --out cannot be given with it")
         run = Run.resume(folder, options.overrides, quiet=options.quiet)
     record = _trained(run, options)
@@ -74,41 +77,45 @@ def train(options: argparse.Namespace) -> None:
         print(json.dumps(record.summary))
         return
     print(f"\n{compare_table([compare_row(record)])}\n")
-    for path in _pictures([run.folder.path]):
-        print(f"wrote {path}")
-    quantized = run.config["method"] != "ref"
-    print(f"wrote {run.folder.path / BEST[0]}, the best {'rounded ' * quantized}network\n\nnext:")
-    folder = shlex.quote(str(run.folder.path))
-    really = ", and whether its weights really are on their levels" * quantized
-    print(f"  mirrorquant eval {folder}          its accuracy{really}")
-    print(f"  mirrorquant summary {folder}       its bits and bytes, layer by layer")
-    if quantized:
-        print(f"  mirrorquant pack {folder}          the network at its true size, in a file")
+    path, quantized = run.folder.path, run.config["method"] != "ref"
+    for picture in _pictures([path], path):
+        print(f"wrote {picture}")
+    print(f"wrote {path / BEST[0]}, the best {'rounded ' * quantized}network")
+    folder = shlex.quote(str(path))
+    check = (f"eval {folder}", "its accuracy" + ", and whether its weights are exactly on their levels" * quantized)
+    look = (f"summary {folder}", "its bits and bytes, layer by layer")
+    suggest(check, look, *[(f"pack {folder}", "the network at its true size, in a file")] * quantized)
+
+
+def suggest(*commands: tuple[str, str]) -> None:
+    """Prints commands to run next, each with its purpose."""
+    print("\nnext:\n" + table([[f"  mirrorquant {command}   ", purpose] for command, purpose in commands]))
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Trains several methods on one task."""
+    """Train several methods on one task, and compare them."""
     _try_writing(options.results)
-    task = options.words[0] if options.words else "digits/digitsnet"
+    task = options.word or "digits/digitsnet"
     folder = options.out or Path("runs") / ("compare-" + task.replace("/", "-"))
     configs = _compared(task, options)
     _refuse_idle(list(configs.values()))
-    records, folders = [], []
-    for name, config in configs.items():
-        run = _begun(config, folder / name, options)
-        records.append(_trained(run, options))
-        folders.append(run.folder.path)
+    records = [_trained(_begun(config, folder / name, options), options) for name, config in configs.items()]
     rows = [compare_row(record) for record in records]
     if options.json:
         print(json.dumps(rows))
         return
     print(f"\n{compare_table(rows)}\n")
-    pictures = _pictures(folders, rows, folder)
+    pictures = _pictures([folder / name for name in configs], folder, rows)
     for path in pictures:
         if path.parent == folder:
             print(f"wrote {path}")
     weights = ", with a weights.png each" if any(path.parent != folder for path in pictures) else ""
-    print(f"wrote {len(folders)} runs to folders in {folder}{weights}\n{_COMPARED}")
+    print(f"wrote {len(configs)} runs to folders in {folder}{weights}")
+    suggest(
+        ("train cifar10/resnet18/binary/md-tanh-s", "a cell of the paper (needs a GPU and CIFAR-10)"),
+        ("recipes", "all of them"),
+        ("train RECIPE model=MODULE:FUNCTION data=folder:PATH", "your own model and images"),
+    )
 
 
 def _compared(task: str, options: argparse.Namespace) -> dict[str, Config]:
@@ -131,24 +138,23 @@ def _compared(task: str, options: argparse.Namespace) -> dict[str, Config]:
 
 
 def _no_recipe(task: str, levels: str, method: str) -> str:
-    """Why a method cannot be compared: its task is unknown, or has no hyperparameters for it; and what there is."""
-    every = recipes.names()
-    tasks = sorted({"/".join(name.split("/")[:2]) for name in every})
+    """Why a method cannot be compared: its task is unknown, or has no recipe for it; and which there are."""
+    tasks = sorted({"/".join(name.split("/")[:2]) for name in recipes.names()})
     if task not in tasks:
         near = difflib.get_close_matches(task, tasks, 1, cutoff=0.0)
         return f"there are no recipes for {task!r}; did you mean {near[0]!r}?"
-    known = [name for name in every if name == f"{task}/ref" or name.startswith(f"{task}/{levels}/")]
+    known = [name for name in recipes.names() if name.startswith((f"{task}/{levels}/", f"{task}/ref"))]
     names = [name.split("/")[-1] for name in known]
-    there = f"{task} has no {levels} recipe for {method!r}, only for {', '.join(names)}"
-    if method not in methods.names():
-        near = difflib.get_close_matches(method, names, 1)
-        return there + (f"; did you mean {near[0]!r}?" if near else "")
-    base = next((name for name in reversed(known) if not name.endswith("/ref")), f"{task}/ref")
-    return f"{there}; to try it with another recipe's hyperparameters: mirrorquant train {base} method={method}"
+    message = f"{task} has no {levels} recipe for {method!r}, only for {', '.join(names)}"
+    if method in methods.names():
+        base = sorted(known, key=lambda name: not name.endswith("/ref"))[-1]
+        return f"{message}; to try it with another recipe's values: mirrorquant train {base} method={method}"
+    near = difflib.get_close_matches(method, names, 1)
+    return message + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def _begun(config: Config, folder: Path, options: argparse.Namespace) -> Run:
-    """A run of a comparison: a new one, or with --resume the one in its folder, ended or not."""
+    """A run of a comparison: a new one, or with --resume the one in its folder, whether it has ended or not."""
     if not options.resume or not RunFolder(folder).begun:
         return Run(config, folder, quiet=options.quiet)
     if RunFolder(folder).config().identity != build.resolve(config).identity:
@@ -171,14 +177,11 @@ def _refuse_idle(configs: Sequence[Config]) -> None:
         raise ConfigError(f"{', and '.join(useless)}: leave it out")
 
 
-def _folder(config: Config) -> Path:
-    """runs/NAME-seedK, numbered where it is taken."""
-    base = Path("runs") / f"{config['recipe'].replace('/', '-')}-seed{config['seed']}"
-    folder, number = base, 1
-    while RunFolder(folder).begun:
-        number += 1
-        folder = base.with_name(f"{base.name}-{number}")
-    return folder
+def _new_folder(config: Config) -> Path:
+    """runs/NAME-seedK, with a number if it is taken."""
+    base = f"{config['recipe'].replace('/', '-')}-seed{config['seed']}"
+    names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
+    return next(folder for name in names if not RunFolder(folder := Path("runs") / name).begun)
 
 
 def _try_writing(results: Path | None) -> None:
@@ -189,22 +192,15 @@ def _try_writing(results: Path | None) -> None:
             pass
 
 
-def _pictures(folders: list[Path], rows: list[dict[str, Any]] | None = None, out: Path | None = None) -> list[Path]:
-    """The curves, the methods side by side, and the histograms; a hint where matplotlib is missing."""
-    out = out or folders[0]
+def _pictures(folders: Sequence[Path], out: Path, rows: Sequence[dict[str, Any]] = ()) -> list[Path]:
+    """Draws the curves, the methods side by side, and the histograms; prints why, if one cannot be drawn."""
     paths = []
     try:
         paths.append(plots.curves(folders, out / "curves.png"))
-        if rows and any(row["method"] != "ref" for row in rows):
+        if any(row["method"] != "ref" for row in rows):
             paths.append(plots.comparison(rows, out / "comparison.png"))
         drawn = [folder for folder in folders if RunFolder(folder).config()["histogram_every"]]
         paths += [plots.histograms(folder, folder / "weights.png") for folder in drawn]
     except plots.PlotError as error:
         print(f"{'not all' if paths else 'no'} pictures: {error}")
     return paths
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number, 1 or more")
-    return int(text)

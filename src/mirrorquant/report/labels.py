@@ -9,7 +9,7 @@ from mirrorquant import data, models
 from mirrorquant.methods import Method
 from mirrorquant.train.config import ConfigError, parse_levels
 
-__all__ = ["level_values", "levels", "method", "method_colour", "method_order", "task", "uses_beta"]
+__all__ = ["level_values", "levels", "method", "method_colour", "method_order", "task"]
 
 _ORDER = ("ref", "bc", "pq", "pmf", "gd-tanh", "md-softmax", "md-tanh", "md-softmax-s", "md-tanh-s")
 _STAR = "-star"  # PQ* and PMF* are recipes of PQ and PMF
@@ -29,11 +29,6 @@ def method_colour(name: str) -> str:
     """The colour of a method in figures, which its starred variant shares; empty for an unknown one."""
     known = Method.registry.get(name.removesuffix(_STAR))
     return known.colour if known else ""
-
-
-def uses_beta(name: str) -> bool:
-    """Whether a method anneals β; PQ does not, it has a regularization strength instead."""
-    return name not in Method.registry or Method.registry[name].uses_beta
 
 
 def method_order(name: str) -> tuple[int, bool]:
@@ -59,13 +54,14 @@ def level_values(levels: str | Sequence[float] | None) -> tuple[float, ...]:
 
 
 def levels(given: str | Sequence[float] | None) -> str:
-    """Quantization levels as text, from their name or their numbers.
+    """Quantization levels as text, from their name or their numbers; only the number and the range of many.
 
-    >>> levels("ternary"), levels([-0.5, 0.5]), levels(None)
-    ('-1, 0, +1', '-0.5, +0.5', 'float')
+    >>> levels("ternary"), levels([-0.5, 0.5]), levels("-1,-0.5,0,0.5,1"), levels(None)
+    ('-1, 0, +1', '-0.5, +0.5', '5 levels, -1 to +1', 'float')
     """
-    values = level_values(given)
-    return ", ".join(f"{value:+g}" if value else "0" for value in values) if values else str(given or "float")
+    texts = [f"{value:+.3g}" if value else "0" for value in level_values(given)]
+    few = ", ".join(texts) or str(given or "float")
+    return few if len(texts) <= 4 else f"{len(texts)} levels, {texts[0]} to {texts[-1]}"
 
 
 def task(config: Mapping[str, Any]) -> str:

@@ -91,10 +91,9 @@ class _Line:
 
     def betas(self) -> dict[int, float]:
         """β by step, for methods that anneal it; the seeds share one schedule. A log axis has no place for zero."""
-        if not labels.uses_beta(self.runs[0].config["method"]):
-            return {}
+        method = Method.registry.get(self.runs[0].config["method"], Method)
         longest = max((run.series("train", "beta") for run in self.runs), key=len)
-        return {step: beta for step, beta in longest.items() if beta > 0}
+        return {step: beta for step, beta in longest.items() if method.uses_beta and beta > 0}
 
     def best(self) -> list[tuple[int, float]]:
         """Step and value of each run's best validation accuracy; the later one of equals, as in training."""
@@ -242,7 +241,7 @@ def histograms(run: Path, out: Path) -> Path:
     quantized = [layer for layer in layers if record.quantizes(layer)]
     layers = quantized or layers
     levels = labels.level_values(record.levels) if quantized else ()
-    goal = f" to {'the levels ' * (len(levels) <= 4)}{_levels_text(levels)}" if levels else ""
+    goal = f" to {'the levels ' * (len(levels) <= 4)}{labels.levels(levels)}" if levels else ""
     some = f" ({_PANELS} of {len(layers)} layers)" if len(layers) > _PANELS else ""
     shown = _evenly(layers, _PANELS)
     rows = 1 if len(shown) <= 5 else 2
@@ -318,7 +317,7 @@ def _weight_ticks(ax: Axes, levels: Sequence[float]) -> None:
         more = sorted({*labelled, levels[k], levels[-1 - k]})
         if all(b - a > 0.18 * (high - low) for a, b in pairwise(more)):
             labelled = more
-    ax.set_xticks(levels, [_levels_text([level]) if level in labelled else "" for level in levels])
+    ax.set_xticks(levels, [labels.levels([level]) if level in labelled else "" for level in levels])
 
 
 def projections(out: Path) -> list[Path]:
@@ -365,7 +364,7 @@ def comparison(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
     if not points:
         raise PlotError("no quantized method to compare: give the rows of at least one beside the float reference")
     several = len({levels for _, levels in points}) > 1
-    texts = [f" ({_levels_text(levels)})" if several else "" for _, levels in points]
+    texts = [f" ({labels.levels(levels)})" if several else "" for _, levels in points]
     names = [labels.method(method) + text for (method, _), text in zip(points, texts, strict=True)]
     names = [textwrap.fill(name, 32) for name in names]
     height = 0.16 + 0.16 * max(name.count("\n") + 1 for name in names)
@@ -431,9 +430,3 @@ def _evenly(items: Sequence[Any], most: int) -> list[Any]:
     """At most so many of the items, evenly spaced, the first and the last among them."""
     count = min(len(items), most)
     return [items[round(index * (len(items) - 1) / max(count - 1, 1))] for index in range(count)]
-
-
-def _levels_text(levels: Sequence[float]) -> str:
-    """A few levels as they are; the number and the range of many."""
-    texts = [f"{level:+.3g}".replace("-", "−") if level else "0" for level in levels]
-    return ", ".join(texts) if len(texts) <= 4 else f"{len(texts)} levels, {texts[0]} to {texts[-1]}"

@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ __all__ = ["RecordError", "RunRecord", "read_results"]
 
 _SAME_EXPERIMENT = {key for key, facts in KEYS.items() if facts.section in ("machine", "logging", "origin")}
 _SAME_EXPERIMENT |= {"seed", "channels_last", "compile", "deterministic", "out", "sha256"}
+_FIELDS: dict[str, dict[str, Any]] = {  # with examples; read_metrics checks the others
+    "train": {"beta": None},
+    "val": {},
+    "weights": {"range": [0.0], "layers": {"weight": [0]}},
+}
 _LONGEST_NAME = 200  # of at most 255 bytes
 Lines = dict[int, dict[str, Any]]
 
@@ -78,16 +84,6 @@ class RunRecord:
         return cls(path, config, summary, train, val)
 
     @property
-    def recipe(self) -> str:
-        """The name of the recipe; empty if there was none."""
-        return str(self.config.get("recipe", ""))
-
-    @property
-    def overrides(self) -> dict[str, Any]:
-        """The keys that were set beside the recipe."""
-        return dict(self.config.get("overrides", {}))
-
-    @property
     def levels(self) -> str | None:
         """The levels of the configuration; None for a float network."""
         return None if self.config["method"] == "ref" else self.config.get("levels")
@@ -95,8 +91,8 @@ class RunRecord:
     @property
     def name(self) -> str:
         """The method by its name in the recipe; by its own name if it was overridden or there is no recipe."""
-        overridden = not self.recipe or "method" in self.overrides
-        return str(self.config["method"]) if overridden else self.recipe.split("/")[-1]
+        recipe, overrides = self.config["recipe"], self.config["overrides"]
+        return str(self.config["method"] if not recipe or "method" in overrides else recipe.split("/")[-1])
 
     @property
     def experiment(self) -> str:
@@ -114,18 +110,19 @@ class RunRecord:
         >>> RunRecord.of({"recipe": "cifar10/vgg16/binary/bc", "config": config, "overrides": overrides}).changes
         {'levels': 'ternary', 'weight_decay': 0.1}
         """
-        recipe = recipes.get(self.recipe) if self.recipe in recipes.names() else {}
-        given = {key: value for key, value in self.overrides.items() if key not in recipe or recipe[key] != value}
-        since = {k: self.config[k] for k, v in recipe.items() if k not in self.overrides and self.config.get(k, v) != v}
+        name, overrides = self.config["recipe"], self.config["overrides"]
+        recipe = recipes.get(name) if name in recipes.names() else {}
+        given = {key: value for key, value in overrides.items() if key not in recipe or recipe[key] != value}
+        since = {k: self.config[k] for k, v in recipe.items() if k not in overrides and self.config.get(k, v) != v}
         return {key: value for key, value in {**given, **since}.items() if key not in _SAME_EXPERIMENT}
 
     def number(self, key: str) -> float:
         """A number of the summary; raises :class:`RecordError` if it is missing."""
         value = self.summary.get(key)
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            expected = "expected a finite number: run it again, or remove it"
-            raise RecordError(f"{self.path}: {key} of the summary is {value!r:.60}, {expected}")
-        return float(value)
+        if isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+        expected = "expected a finite number: run it again, or remove it"
+        raise RecordError(f"{self.path}: {key} of the summary is {value!r:.60}, {expected}")
 
     def series(self, kind: str, key: str) -> dict[int, float]:
         """One number by step, if it was recorded and is finite."""
@@ -137,17 +134,15 @@ class RunRecord:
         if self.config["method"] == "ref":
             return False
         if isinstance(rows := self.summary.get("layers"), list):
-            floats = [row.get("name") for row in rows if isinstance(row, dict) and row.get("bits") == 32]
-            return layer not in floats
-        parts = layer.split(".")
-        paths = [".".join(parts[:k]) for k in range(1, len(parts) + 1)]
-        return not any(fnmatchcase(path, str(p)) for p in self.config.get("skip") or () for path in paths)
+            return layer not in [row.get("name") for row in rows if isinstance(row, dict) and row.get("bits") == 32]
+        paths = accumulate(layer.split("."), "{}.{}".format)  # of the modules it is in, and its own
+        return not any(fnmatchcase(path, pattern) for path in paths for pattern in self.config.get("skip", ()))
 
     def write_result(self, folder: Path) -> Path:
         """Writes the summary to a folder of results, without the place of this machine's data; returns the file."""
-        overrides = {k: v for k, v in self.overrides.items() if k != "data_root"}
+        overrides = {k: v for k, v in self.config["overrides"].items() if k != "data_root"}
         config = {k: v for k, v in self.summary["config"].items() if k not in ("data_root", "overrides")}
-        name = "-".join([self.recipe.replace("/", "-"), f"seed{self.config['seed']}"])
+        name = f"{self.config['recipe'].replace('/', '-')}-seed{self.config['seed']}"
         name += "".join(f"-{key}-{re.sub('[^A-Za-z0-9.]', '-', str(value))}" for key, value in self.changes.items())
         if len(name) > _LONGEST_NAME:
             digest = hashlib.sha256(json.dumps(self.changes).encode()).hexdigest()[:16]
@@ -184,9 +179,10 @@ def _parsed(file: Path) -> Any:
 
 def _config(file: Path, values: dict[str, Any]) -> dict[str, Any]:
     """A configuration in the names of today, without keys that are None; an unsuitable value raises RecordError."""
-    config = {key: value for key, value in upgrade(values).items() if value is not None}
-    if not isinstance(overrides := config.get("overrides", {}), dict):
-        raise RecordError(f"{file}: overrides is {overrides!r:.60}, but it must be an object")
+    given = {key: value for key, value in upgrade(values).items() if value is not None}
+    config: dict[str, Any] = {"recipe": "", "overrides": {}, **given}
+    if not isinstance(config["overrides"], dict):
+        raise RecordError(f"{file}: overrides is {config['overrides']!r:.60}, but it must be an object")
     try:
         for key in ("method", *config):
             if key in KEYS and key != "overrides":
@@ -206,27 +202,17 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
     except MetricsError as error:
         raise RecordError(str(error)) from error
     for number, row in enumerate(rows, 1):
-        for key, sound in _FIELDS.get(row["kind"], {}).items():
-            if not sound(row.get(key)):
-                raise RecordError(f"{file}, line {number}: {key} of a {row['kind']} line is {row.get(key)!r:.60}")
+        for key, example in _FIELDS.get(row["kind"], {}).items():
+            value: Any = row.get(key)
+            if not _like(value, example) or (key == "range" and not (len(value) == 2 and value[0] < value[1])):
+                raise RecordError(f"{file}, line {number}: {key} of a {row['kind']} line is {value!r:.60}")
     return rows
 
 
-def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(isinstance(number, int | float) for number in value)
-
-
-def _range(value: Any) -> bool:
-    return _numbers(value) and len(value) == 2 and bool(value[0] < value[1])
-
-
-def _layers(value: Any) -> bool:
-    return isinstance(value, dict) and len(value) > 0 and all(map(_numbers, value.values()))
-
-
-def _beta(value: Any) -> bool:
-    return isinstance(value, int | float | None)
-
-
-_FIELDS = {"train": {"beta": _beta}, "val": {}, "weights": {"range": _range, "layers": _layers}}
-"""The checks of a line's fields beyond those of ``read_metrics``."""
+def _like(value: Any, example: Any) -> bool:
+    """Whether a value has the structure of an example; its lists and objects may have more entries, but not none."""
+    if isinstance(example, list):
+        return isinstance(value, list) and len(value) > 0 and all(_like(each, example[0]) for each in value)
+    if isinstance(example, dict):
+        return isinstance(value, dict) and _like([*value.values()], [*example.values()])
+    return isinstance(value, int | float) or value is example

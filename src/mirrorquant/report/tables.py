@@ -46,18 +46,19 @@ def compare_table(rows: Sequence[dict[str, Any]]) -> str:
     >>> print(compare_table([row | {"seconds": 75}, row | {"seed": 1, "test": 98.1}]).splitlines()[-1])
     bc      -1, +1             1.00  0, 1   97.50 ± 0.00   97.80 ± 0.00    97.80 ± 0.42    1 min 15 s
     """
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, tuple[float, ...]], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["method"], labels.levels(row.get("levels"))), []).append(row)
+        groups.setdefault((row["method"], labels.level_values(row.get("levels"))), []).append(row)
     several = any(len(group) > 1 for group in groups.values())
     numbers = ["soft %", "rounded val %", "rounded test %", "time per run" if several else "time"]
     text = [["method", "levels", "bits per weight", *["seeds"] * several, *numbers]]
-    for names, group in groups.items():
+    for (method, _), group in groups.items():
         seeds = [", ".join(str(row.get("seed", "-")) for row in group)] * several
         accuracies = [spread([row.get(key) for row in group]) for key in ("soft", "val", "test")]
         seconds = [row["seconds"] for row in group if row.get("seconds") is not None]
         time = duration(statistics.fmean(seconds) if seconds else None)
-        text.append([*names, spread([group[0].get("bits")]), *seeds, *accuracies, time])
+        levels, bits = labels.levels(group[0].get("levels")), spread([group[0].get("bits")])
+        text.append([method, levels, bits, *seeds, *accuracies, time])
     return table(text, ["bits per weight", *numbers], rule=True)
 
 
