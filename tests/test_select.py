@@ -136,7 +136,9 @@ def test_tied_parameters_go_by_all_their_names():
 
 def test_a_parametrized_weight_is_refused_unless_skipped():
     model = nn.Sequential(nn.Linear(3, 4), torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)))
-    with pytest.raises(ValueError, match=r"1\.parametrizations\.weight\.original0 .*\.remove_parametrizations"):
+    with pytest.raises(
+        ValueError, match=r"weight from 1\.parametrizations\.weight\.original0 .*\.remove_parametrizations"
+    ):
         mq.split(model)
     floats, quantized = mq.split(model, skip=["1"])
     assert names(quantized) == ["0.weight"]
@@ -154,7 +156,7 @@ def test_a_parametrized_weight_is_refused_unless_skipped():
 )
 def test_what_a_hook_computes_the_weight_from_is_refused_unless_skipped(wrap, part):
     model = nn.Sequential(nn.Linear(3, 4), wrap(nn.Linear(4, 2)))
-    with pytest.raises(ValueError, match=rf"1\.{part} is what its layer's weight is computed from"):
+    with pytest.raises(ValueError, match=rf"a layer computes its weight from 1\.{part}"):
         mq.split(model)
     assert names(mq.split(model, skip=["1"])[1]) == ["0.weight"]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 __all__ = ["recalibrate"]
 
@@ -18,10 +19,9 @@ _BatchNorm = nn.modules.batchnorm._BatchNorm
 def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     """Recomputes the batch-norm statistics of a model from data, with its weights as they are.
 
-    During training, batch norm keeps moving averages, which belong to the soft weights of the last few dozen steps.
-    Rounding the weights changes the activations, so a network can lose much of its accuracy at ``finalize()`` for no
-    other reason than stale statistics. Call this after ``finalize()``, with some dozens of training batches, augmented
-    or not.
+    Batch norm keeps moving averages over the soft weights of the last few dozen steps. Rounding changes the
+    activations, so a network can lose much of its accuracy at ``finalize()`` only because these statistics are stale.
+    Call this after ``finalize()``, with a few dozen training batches, augmented or not.
 
     The new statistics are the plain average over the batches. Everything but batch norm runs in evaluation mode, so
     dropout is off. Training flags and momenta are restored afterwards; after an exception, the statistics are too.
@@ -49,13 +49,10 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
         return 0
     count = 0
     with _only_norms_train(model, norms):
-        for batch in batches:
+        for count, batch in enumerate(batches, 1):  # noqa: B007
             model(batch[0] if isinstance(batch, (tuple, list)) else batch)
-            count += 1
         if not count:
-            raise ValueError(
-                "there are no batches to compute the statistics from: pass some inputs, such as a data loader"
-            )
+            raise ValueError("there are no batches for the statistics: pass some inputs, such as a data loader")
     return len(norms)
 
 
@@ -64,7 +61,7 @@ def _only_norms_train(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[Non
     """Batch norms average from scratch and all else evaluates; restores modes, and after an exception statistics."""
     modes = [(module, module.training) for module in model.modules()]
     momenta = [norm.momentum for norm in norms]
-    old: list[list[Tensor]] = [[buffer.clone() for buffer in norm.buffers(recurse=False)] for norm in norms]
+    statistics = [copy.deepcopy(dict(norm.named_buffers(recurse=False))) for norm in norms]
     model.eval()
     for norm in norms:
         norm.reset_running_stats()
@@ -73,9 +70,8 @@ def _only_norms_train(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[Non
     try:
         yield
     except BaseException:
-        for norm, buffers in zip(norms, old, strict=True):
-            for buffer, values in zip(norm.buffers(recurse=False), buffers, strict=True):
-                buffer.copy_(values)
+        for norm, buffers in zip(norms, statistics, strict=True):
+            norm.load_state_dict(buffers, strict=False)
         raise
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):

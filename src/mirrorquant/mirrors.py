@@ -11,9 +11,9 @@ primal space (the convex hull of the levels) into a mirror map. With the anneali
 ``primal_step`` argmin_w ⟨s, w⟩ + D(w, wᵏ)                 the mirror descent update (eq:mdprox) for a step s = η g
 =============  ==========================================  =====================================================
 
-Everything is elementwise and batched, takes β as a float or a tensor, keeps dtype and device, computes half
-precisions in float32, and stays finite up to β = 1e35: a primal point is kept one rounding unit inside its open
-interval, which bounds its dual coordinate.
+All functions are elementwise, take β as a float or a tensor, keep dtype and device, compute half precisions in
+float32, and stay finite up to β = 1e35: a primal point is kept one rounding unit inside its open interval, which bounds
+its dual coordinate.
 
 >>> tanh = Tanh()
 >>> w = torch.tensor([-0.5, 0.0, 0.9])
@@ -36,7 +36,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,12 +47,10 @@ from mirrorquant.levels import Levels
 __all__ = ["Beta", "Mirror", "NumericalMirror", "ShiftedTanh", "Sigmoid", "Softmax", "Tanh", "mirror_from"]
 
 Beta = float | Tensor
-_F = TypeVar("_F", bound=Callable[..., Tensor])
 
 
-def in_full_precision(function: _F) -> _F:
+def _in_full_precision(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Computes half-precision arguments in float32 and rounds the result once, at the end."""
-
     first = list(inspect.signature(function).parameters)[1]
 
     @functools.wraps(function)
@@ -64,13 +62,20 @@ def in_full_precision(function: _F) -> _F:
         kwargs = {k: v.float() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
         return function(self, *wide, **kwargs).to(point.dtype)
 
-    return wrapped  # type: ignore[return-value]
+    return wrapped
 
 
 class Mirror:
-    """A projection and the mirror map derived from it. ``interval`` is what it maps onto, where that is one."""
+    """A projection and the mirror map derived from it; ``interval`` is its range, if that is an interval.
+
+    The methods of subclasses compute half precisions in float32.
+    """
 
     interval: tuple[float, float] | None = None
+
+    def __init_subclass__(cls) -> None:
+        for name in {"project", "inverse", "potential", "divergence", "derivative"} & set(vars(cls)):
+            setattr(cls, name, _in_full_precision(vars(cls)[name]))
 
     def project(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
         """w = P_β(w̃)."""
@@ -95,7 +100,7 @@ class Mirror:
             (slope,) = torch.autograd.grad(self.project(point, beta).sum(), point)
         return slope
 
-    @in_full_precision
+    @_in_full_precision
     def primal_step(self, primal: Tensor, step: Tensor, beta: Beta = 1.0) -> Tensor:
         """argmin_w ⟨step, w⟩ + D(w, primal) = P_β(P_β⁻¹(primal) − step), the update of eq:md1 and eq:mdprox.
 
@@ -130,28 +135,23 @@ class Tanh(Mirror):
 
     interval = (-1.0, 1.0)
 
-    @in_full_precision
     def project(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
         """tanh(β w̃)."""
         return torch.tanh(beta * dual)
 
-    @in_full_precision
     def inverse(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
         """log((1+w) / (1−w)) / 2β."""
         edge = 1 - torch.finfo(primal.dtype).eps / 2
         return torch.atanh(primal.clamp(-edge, edge)).div(beta)
 
-    @in_full_precision
     def potential(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
         """[(1+w) log(1+w) + (1−w) log(1−w)] / 2β (eq:tanhmm)."""
         return (_xlog1px(primal) + _xlog1px(-primal)) / 2 / beta
 
-    @in_full_precision
     def divergence(self, p: Tensor, q: Tensor, beta: Beta = 1.0) -> Tensor:
         """[(1+p) log((1+p)/(1+q)) + (1−p) log((1−p)/(1−q))] / 2β."""
         return (relative_entropy(p - q, 1 + q) + relative_entropy(q - p, 1 - q)) / 2 / beta
 
-    @in_full_precision
     def derivative(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
         """P_β'(w̃) = β (1 − tanh²(β w̃))."""
         return beta * (1 - torch.tanh(beta * dual).square())
@@ -163,23 +163,19 @@ class Sigmoid(Mirror):
 
     interval = (0.0, 1.0)
 
-    @in_full_precision
     def project(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
         """1 / (1 + exp(−β w̃))."""
         return torch.sigmoid(beta * dual)
 
-    @in_full_precision
     def inverse(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
         """log(w / (1−w)) / β."""
         precision = torch.finfo(primal.dtype)
         return torch.logit(primal.clamp(precision.tiny, 1 - precision.eps / 2)).div(beta)
 
-    @in_full_precision
     def potential(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
         """[w log w + (1−w) log(1−w)] / β."""
         return (torch.xlogy(primal, primal) + _xlog1px(-primal)) / beta
 
-    @in_full_precision
     def divergence(self, p: Tensor, q: Tensor, beta: Beta = 1.0) -> Tensor:
         """[p log(p/q) + (1−p) log((1−p)/(1−q))] / β."""
         return (relative_entropy(p - q, q) + relative_entropy(q - p, 1 - q)) / beta
@@ -193,22 +189,18 @@ class Softmax(Mirror):
     exponentiated gradient descent (eq:eda). The inverse is the representative log(u)/β of eq:sminv.
     """
 
-    @in_full_precision
     def project(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
         """exp(β ũ_λ) / Σ exp(β ũ_μ); the largest entry is subtracted first, so that no β overflows."""
         return torch.softmax(beta * (dual - dual.amax(0, keepdim=True)), 0)
 
-    @in_full_precision
     def inverse(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
         """log(u) / β."""
         return torch.log(primal.clamp(min=torch.finfo(primal.dtype).tiny)) / beta
 
-    @in_full_precision
     def potential(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
         """Σ_λ [u_λ log u_λ − u_λ] / β (eq:smmm)."""
         return (torch.xlogy(primal, primal) - primal).sum(0) / beta
 
-    @in_full_precision
     def divergence(self, p: Tensor, q: Tensor, beta: Beta = 1.0) -> Tensor:
         """Σ_λ p_λ log(p_λ/q_λ) / β: the Kullback-Leibler divergence."""
         return relative_entropy(p - q, q).sum(0) / beta
@@ -219,37 +211,18 @@ class Softmax(Mirror):
 
 
 class NumericalMirror(Mirror):
-    """A mirror of which only the projection is known; inverse, potential and divergence follow from Theorem 1.
-
-    Subclasses give ``project``, ``interval`` and ``bracket``. With x = P⁻¹(w), all is an integral in the dual space:
-    Φ(w) = ∫₀ˣ (w − P(s)) ds, and D(p, q) = ∫ (P(s) − p) ds from P⁻¹(p) to P⁻¹(q), whose integrand keeps its sign.
-    """
+    """A mirror that is given by its projection, ``interval`` and ``bracket``; the inverse follows numerically."""
 
     def bracket(self, primal: Tensor, beta: Beta) -> tuple[Tensor, Tensor]:
         """Two dual points with P(low) ≤ w ≤ P(high)."""
         raise NotImplementedError
 
-    @in_full_precision
     def inverse(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
         """The root of P_β(x) = w, by bisection in float64; differentiable in w."""
         x = self._root(primal, beta)
         if primal.requires_grad:  # by the inverse function theorem, dx/dw = 1 / P'(x)
             x = x + (primal.double() - primal.detach()) / self.derivative(x, beta)
         return x.to(primal.dtype)
-
-    @in_full_precision
-    def potential(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
-        """Φ_β(w) = ∫₀ˣ (w − P_β(s)) ds with x = P_β⁻¹(w); its gradient is x, by the envelope theorem."""
-        w, x = primal.double(), self._root(primal, beta)
-        area = _integrate(lambda s: w.detach() - self.project(s, beta), torch.zeros_like(x), x)
-        return (area + x * (w - w.detach())).to(primal.dtype)
-
-    @in_full_precision
-    def divergence(self, p: Tensor, q: Tensor, beta: Beta = 1.0) -> Tensor:
-        """D(p, q) = ∫ (P_β(s) − p) ds from P_β⁻¹(p) to P_β⁻¹(q)."""
-        wide = p.double()
-        area = _integrate(lambda s: self.project(s, beta) - wide, self._root(p, beta), self._root(q, beta))
-        return area.to(p.dtype)
 
     @torch.no_grad()
     def _root(self, primal: Tensor, beta: Beta) -> Tensor:
@@ -258,11 +231,17 @@ class NumericalMirror(Mirror):
         unit = torch.finfo(primal.dtype).eps * (self.interval[1] - self.interval[0]) / 4
         w = primal.double().clamp(self.interval[0] + unit, self.interval[1] - unit)
         low, high = (torch.asinh(edge) for edge in self.bracket(w, beta))
-        for _ in range(64):
-            middle = (low + high) / 2
-            below = self.project(torch.sinh(middle), beta) < w
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        low, high = _bisect(low, high, lambda middle: self.project(torch.sinh(middle), beta) < w)
         return torch.sinh((low + high) / 2)
+
+
+def _bisect(low: Tensor, high: Tensor, below: Callable[[Tensor], Tensor], rounds: int = 64) -> tuple[Tensor, Tensor]:
+    """The two ends around the point up to which ``below`` is true."""
+    for _ in range(rounds):
+        middle = (low + high) / 2
+        left = below(middle)
+        low, high = torch.where(left, middle, low), torch.where(left, high, middle)
+    return low, high
 
 
 def _integrate(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, panels: int = 64) -> Tensor:
@@ -308,7 +287,6 @@ class ShiftedTanh(NumericalMirror):
         heights = [(high - low) / 2 for low, high in pairwise(q)]
         return [(h, torch.tanh(beta * ((dual - t) / q.radius))) for h, t in zip(heights, q.thresholds, strict=True)]
 
-    @in_full_precision
     def project(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
         """c + Σ_i (q_{i+1} − q_i)/2 · tanh(β (w̃ − t_i) / r)."""
         (height, step), *rest = self.steps(dual, beta)
@@ -317,7 +295,6 @@ class ShiftedTanh(NumericalMirror):
             total = total + height * step
         return total + self.levels.centre if self.levels.centre else total
 
-    @in_full_precision
     def derivative(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
         """P_β'(w̃) = β/r · Σ_i (q_{i+1} − q_i)/2 · (1 − tanh²(β (w̃ − t_i) / r))."""
         slope = sum((h * (1 - step.square()) for h, step in self.steps(dual, beta)), torch.zeros_like(dual))
@@ -329,7 +306,6 @@ class ShiftedTanh(NumericalMirror):
         rise = q.radius * Tanh().inverse((primal - q.centre) / q.radius, beta)
         return q.thresholds[0] + rise, q.thresholds[-1] + rise
 
-    @in_full_precision
     def potential(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
         """Φ_β(w) = w x − ∫₀ˣ P_β with x = P_β⁻¹(w), in closed form: ∫ tanh = log cosh."""
         w, x = primal.double(), self._root(primal, beta)
@@ -343,7 +319,6 @@ class ShiftedTanh(NumericalMirror):
             area = area + (high - low) / 2 * (distance + torch.log1p(torch.exp(-2 * scale * distance)) / scale)
         return area
 
-    @in_full_precision
     def divergence(self, p: Tensor, q: Tensor, beta: Beta = 1.0) -> Tensor:
         """The tanh divergences of the single steps, weighted with their heights: each term is non-negative.
 
@@ -364,41 +339,46 @@ class ShiftedTanh(NumericalMirror):
 
 @dataclass(frozen=True)
 class _FromProjection(NumericalMirror):
-    """What ``mirror_from`` returns: P_β(x) = P(β x), so that P_β⁻¹, Φ_β and D_β are those of β = 1 divided by β."""
+    """The result of ``mirror_from``: P_β(x) = P(β x), so P_β⁻¹, Φ_β and D_β are those of β = 1 divided by β.
+
+    With x = P⁻¹(w), all is an integral in the dual space, by Theorem 1.
+    """
 
     projection: Callable[[Tensor], Tensor]
     interval: tuple[float, float]
 
-    @in_full_precision
     def project(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
+        """P(β w̃), in float64."""
         return self.projection(beta * dual.double()).to(dual.dtype)
 
     def bracket(self, primal: Tensor, beta: Beta) -> tuple[Tensor, Tensor]:
-        far = torch.full_like(primal, _FAR)
+        """The whole line."""
+        far = torch.full_like(primal, 1e100)
         return -far, far
 
-    @in_full_precision
     def inverse(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
+        """P⁻¹(w) / β."""
         return super().inverse(primal, 1.0).div(beta)
 
-    @in_full_precision
     def potential(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
-        return super().potential(primal, 1.0).div(beta)
+        """∫₀ˣ (w − P(s)) ds / β; its gradient is x, by the envelope theorem."""
+        w, x = primal.double(), self._root(primal, 1.0)
+        area = _integrate(lambda s: w.detach() - self.projection(s), torch.zeros_like(x), x)
+        return (area + x * (w - w.detach())).to(primal.dtype).div(beta)
 
-    @in_full_precision
     def divergence(self, p: Tensor, q: Tensor, beta: Beta = 1.0) -> Tensor:
-        return super().divergence(p, q, 1.0).div(beta)
-
-
-_FAR = 1e100
+        """∫ (P(s) − p) ds / β from P⁻¹(p) to P⁻¹(q), whose integrand keeps its sign."""
+        wide = p.double()
+        area = _integrate(lambda s: self.projection(s) - wide, self._root(p, 1.0), self._root(q, 1.0))
+        return area.to(p.dtype).div(beta)
 
 
 def mirror_from(projection: Callable[[Tensor], Tensor], interval: tuple[float, float]) -> Mirror:
     """Theorem 1 in code: a mirror from any strictly increasing map of the real line onto an open interval.
 
     ``projection`` is called with float64 tensors, elementwise. Inverse, potential and divergence are derived
-    numerically, to about 1e-6 for maps that rise around zero, over a scale of order one. A map that is not increasing,
-    or does not reach the ends of its interval, is refused.
+    numerically, to about 1e-6 for maps that rise around zero, over a scale of order one. A map that is not
+    increasing or does not reach the ends of its interval raises an error.
 
     >>> mirror = mirror_from(torch.tanh, (-1, 1))
     >>> mirror.potential(torch.tensor([0.5])), Tanh().potential(torch.tensor([0.5]))
@@ -447,15 +427,13 @@ def _refuse_jumps_and_corners(
         a, b = torch.where(left, a, middle), torch.where(left, middle, b)
     if float(projection(b) - projection(a)) > slack:
         raise ValueError(f"the projection jumps at {float(a):.6g}, but Theorem 1 needs a continuous map")
-    for end in (0, -1):
-        at_end = values == values[end]
-        inner, corner = grid[~at_end][end].view(1), grid[at_end][-1 - end].view(1)
-        for _ in range(100):  # towards where it arrives
-            middle = (inner + corner) / 2
-            arrived = projection(middle) == values[end]
-            inner, corner = torch.where(arrived, inner, middle), torch.where(arrived, middle, corner)
-        if abs(float(projection(0.999 * corner) - values[end])) > slack:
+    ends = values[[0, -1]]
+    inner = torch.stack([grid[values != ends[0]][0], grid[values != ends[1]][-1]])
+    corner = torch.stack([grid[values == ends[0]][-1], grid[values == ends[1]][0]])
+    _, corner = _bisect(inner, corner, lambda x: projection(x) != ends, 100)
+    for end, x, before in zip(ends.tolist(), corner.tolist(), projection(0.999 * corner).tolist(), strict=True):
+        if abs(before - end) > slack:
             raise ValueError(
-                f"the projection reaches its end {values[end]:.6g} at {float(corner):.6g} and stays there, but "
-                "Theorem 1 needs a strictly increasing map, which never arrives"
+                f"the projection reaches its end {end:.6g} at {x:.6g} and stays there, but Theorem 1 needs a strictly "
+                "increasing map, which never arrives"
             )

@@ -26,17 +26,12 @@ __all__ = ["NORMS", "listed", "split", "summarized", "unwrapped"]
 
 NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
-MULTIPLYING: tuple[type[nn.Module], ...] = (
-    nn.Linear,
-    nn.Bilinear,
-    nn.modules.conv._ConvNd,
-    nn.MultiheadAttention,
-    nn.RNNBase,
-    nn.RNNCellBase,
-)
+MULTIPLYING: tuple[type[nn.Module], ...] = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
+MULTIPLYING += (nn.RNNBase, nn.RNNCellBase)
 
 Pattern = str | type[nn.Module]
-_PARTS = ("_g", "_v", "_orig")  # as torch.nn.utils calls them
+_NORM, _VECTOR, _EMBEDDING = "normalization", "bias or other vector", "embedding"
+_OTHER = "not a weight of a layer that multiplies"
 
 
 def split(
@@ -47,28 +42,28 @@ def split(
     everything: bool = False,
     norms: bool = False,
 ) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: what stays in float (method ``ref``), and what is quantized.
+    """Parameter groups for an optimizer: one that stays in float (method ``ref``), and one to be quantized.
 
     By default the weights of two or more dimensions of linear, bilinear, convolutional, attention and recurrent layers
     (and of subclasses of these) are quantized. Biases, normalization layers, embeddings (also where one is tied to a
-    linear layer), slopes, temperatures, positional embeddings and whatever else custom modules own stay in float.
-    ``print(opt)`` shows what was chosen, and why the rest was not.
+    linear layer), slopes, temperatures, positional embeddings and all other parameters of custom modules stay in float.
+    ``print(opt)`` shows the selection, and a reason for each parameter in float.
 
     A pattern is a shell-style glob, matched against a parameter's full name and the path of each module above it, or a
-    module type. ``"fc"`` is the module of that name, ``"*bn*"`` whatever has bn in its path, ``"*.bias"`` all biases,
-    ``nn.Linear`` all linear layers. A tied parameter goes by all of its names.
+    module type. ``"fc"`` is the module of that name, ``"*bn*"`` all that has bn in its path, ``"*.bias"`` all biases,
+    ``nn.Linear`` all linear layers. A tied parameter is matched by any of its names.
 
     Args:
-        model: any module; one in torch.compile or DistributedDataParallel goes by the names that it has outside.
-        skip: patterns of what stays in float.
-        only: patterns that narrow the selection. A pattern that matches nothing in it selects what it does match, so
-            that ``only=["*.weight", "pos_embed", nn.Embedding]`` adds a parameter of that name and all embeddings.
-        everything: select every parameter that is trained, normalization layers apart, as the paper does.
+        model: any module; for one inside torch.compile or DistributedDataParallel, the original names count.
+        skip: patterns of parameters that stay in float.
+        only: patterns that narrow the selection. A pattern that matches none of the default weights selects all its
+            matches: ``only=["*.weight", "pos_embed", nn.Embedding]`` adds a parameter of that name and all embeddings.
+        everything: select every trained parameter except those of normalization layers, as the paper does.
         norms: also select the scales and shifts of normalization layers.
 
     Returns:
-        One or two groups of named parameters: float first, where there is any. Frozen parameters are in neither. The
-        float group's ``why`` has a reason for each of its parameters, which ``print(opt)`` shows.
+        One or two groups of named parameters, float first. Frozen parameters are in neither. The float group's ``why``
+        has a reason for each of its parameters.
 
     Example:
         >>> groups = split(nn.Sequential(nn.Linear(64, 64), nn.PReLU()), everything=True)
@@ -84,23 +79,25 @@ def split(
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient: nothing can be quantized")
     reasons = _reasons(model, names, everything=everything, norms=norms)
     if only is not None:
-        allowed = {p for pattern in only for p in _narrowed(_matching(model, names, pattern), reasons)}
+        found = [_matching(model, names, pattern) for pattern in only]
+        allowed = {p for matching in found for p in ({p for p in matching if not reasons[p]} or matching)}
         reasons = {p: "" if p in allowed else "not in only" for p in names}
         if not norms:
             reasons |= {p: _NORM for p in _owned(model, NORMS) if p in allowed}
     reasons |= {p: "skipped" for pattern in skip for p in _matching(model, names, pattern)}
     quantized = [(all_names[0], p) for p, all_names in names.items() if not reasons[p]]
     floats = [(all_names[0], p) for p, all_names in names.items() if reasons[p]]
+    why = [reasons[p] for _, p in floats]
     if not quantized:
-        raise ValueError(_nothing_left(floats, reasons, skip, only))
+        given = f"skip={_show(skip)}" + ("" if only is None else f" and only={_show(only)}")
+        said = summarized([(name, reasons[p]) for name, p in floats])
+        raise ValueError(
+            f"{given}: none of {len(floats)} parameters is left to quantize ({said}): name parameters with only=, or "
+            "choose everything=True; those of normalization layers stay in float unless norms=True"
+        )
     for name, _ in quantized:
         _refuse_computed(model, name)
-    why = [reasons[p] for _, p in floats]
     return ([{"params": floats, "method": "ref", "why": why}] if floats else []) + [{"params": quantized}]
-
-
-_NORM, _VECTOR, _EMBEDDING = "normalization", "bias or other vector", "embedding"
-_OTHER = "not a weight of a layer that multiplies"
 
 
 def _reasons(
@@ -126,7 +123,7 @@ def _owned(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[torch.Te
 
 
 def _multiplied(model: nn.Module) -> set[torch.Tensor]:
-    """The weights of layers that multiply by them; of a parametrized weight, what it is computed from."""
+    """The weights of layers that multiply by them; for a parametrized weight, the parameters behind it."""
     found: set[torch.Tensor] = set()
     for module in model.modules():
         if isinstance(module, MULTIPLYING):
@@ -135,25 +132,6 @@ def _multiplied(model: nn.Module) -> set[torch.Tensor]:
                 own += [(name, p) for p in computed.parameters(recurse=False)]
             found |= {p for name, p in own if "weight" in name and not is_lazy(p) and p.dim() > 1}
     return found
-
-
-def _narrowed(matching: set[torch.Tensor], reasons: dict[torch.Tensor, str]) -> set[torch.Tensor]:
-    """Of what a pattern of ``only`` matches, the part that is selected anyway; all of it where there is none."""
-    return {p for p in matching if not reasons[p]} or matching
-
-
-def _nothing_left(
-    floats: list[tuple[str, nn.Parameter]],
-    reasons: dict[torch.Tensor, str],
-    skip: Sequence[Pattern],
-    only: Sequence[Pattern] | None,
-) -> str:
-    given = f"skip={_show(skip)}" + ("" if only is None else f" and only={_show(only)}")
-    said = summarized([(name, reasons[p]) for name, p in floats])
-    hint = "name parameters with only=, or choose everything=True"
-    if _NORM in reasons.values():
-        hint += "; those of normalization layers stay in float unless norms=True"
-    return f"{given}: none of {len(floats)} parameters is left to quantize ({said}): {hint}"
 
 
 def summarized(named: Sequence[tuple[str, str]]) -> str:
@@ -174,21 +152,20 @@ def listed(names: Sequence[str]) -> str:
 
 
 def _refuse_computed(model: nn.Module, name: str) -> None:
-    if "parametrizations" in name.split("."):
+    """Raises if a layer computes its weight from this parameter, by a parametrization or a hook of torch.nn.utils."""
+    path, _, leaf = name.rpartition(".")
+    whole = vars(model.get_submodule(path)).get(leaf.rpartition("_")[0])
+    hooked = leaf.endswith(("_g", "_v", "_orig")) and isinstance(whole, torch.Tensor)
+    if hooked or "parametrizations" in path.split("."):
         raise ValueError(
-            f"{name} belongs to a parametrization, so that its layer's weight would not be on levels if it were: "
-            "apply torch.nn.utils.parametrize.remove_parametrizations first, or skip the layer"
-        )
-    if _is_part(model, name):
-        raise ValueError(
-            f"{name} is what its layer's weight is computed from (weight_norm, spectral_norm or pruning), so that "
-            "the weight would not be on levels if it were: remove that first, as by "
-            "torch.nn.utils.remove_weight_norm, or skip the layer"
+            f"a layer computes its weight from {name} (by a parametrization, weight_norm, spectral_norm or pruning), "
+            "so the weight would not be on the levels: remove that first, as with "
+            "torch.nn.utils.parametrize.remove_parametrizations, or skip the layer"
         )
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile, DataParallel and DistributedDataParallel, which put their own names before its.
+    """The model inside torch.compile, DataParallel and DistributedDataParallel, which prefix its names.
 
     >>> net = nn.Linear(2, 2)
     >>> unwrapped(nn.DataParallel(net)) is net
@@ -209,13 +186,6 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return names
-
-
-def _is_part(model: nn.Module, name: str) -> bool:
-    """Whether a hook computes another tensor of its module from this parameter, as torch.nn.utils.weight_norm does."""
-    path, _, leaf = name.rpartition(".")
-    whole = leaf.rpartition("_")[0]
-    return leaf.endswith(_PARTS) and isinstance(vars(model.get_submodule(path)).get(whole), torch.Tensor)
 
 
 def _matching(model: nn.Module, names: dict[nn.Parameter, list[str]], pattern: Pattern) -> set[torch.Tensor]:

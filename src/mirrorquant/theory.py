@@ -21,9 +21,11 @@ __all__ = ["bound", "gamma", "softmax_gamma", "step_size"]
 def _check(**values: float) -> None:
     for name, value in values.items():
         if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name} is {value}, but Theorem 2 needs a positive finite number")
+            raise ValueError(f"{name} is {value}, but it must be a positive finite number")
     if values["B"] < 1:
         raise ValueError(f"B is {values['B']}, but it bounds the annealed β from above and must be at least 1")
+    if values.get("epsilon", 0) >= 1:
+        raise ValueError(f"epsilon is {values['epsilon']}, but it must lie between 0 and 1")
 
 
 def step_size(*, R: float, L: float, rho: float, B: float, t: int) -> float:
@@ -53,7 +55,7 @@ def gamma(*, B: float, epsilon: float) -> float:
     >>> 1 - math.tanh(100.0 * 1.0001 * g) < 1e-3
     True
     """
-    _check_precision(B, epsilon)
+    _check(B=B, epsilon=epsilon)
     return 0.5 * math.log((2 - epsilon) / epsilon) / B
 
 
@@ -67,14 +69,7 @@ def softmax_gamma(*, B: float, epsilon: float, d: int) -> float:
     >>> bool(1 - torch.softmax(100 * torch.tensor([0, 0, 1.0001 * g]), 0).max() < 1e-3)
     True
     """
-    _check_precision(B, epsilon)
+    _check(B=B, epsilon=epsilon)
     if d < 2:
         raise ValueError(f"d is {d}, but there must be at least 2 levels")
     return max(0.0, math.log((d - 1) * (1 - epsilon) / epsilon)) / B
-
-
-def _check_precision(B: float, epsilon: float) -> None:
-    if not 0 < epsilon < 1:
-        raise ValueError(f"epsilon is {epsilon}, but it must lie between 0 and 1")
-    if not B > 0:
-        raise ValueError(f"B is {B}, but it must be positive")
