@@ -729,7 +729,7 @@ def same(a, b):
         ({"method": "md-tan"}, "did you mean 'md-tanh'"),
         ({"levels": [1, -1]}, "increase strictly"),
         ({"levels": [1]}, "two or more"),
-        ({"levels": 2}, r"levels are 2, but they must be numbers in a sequence"),
+        ({"levels": 2}, r"levels are 2, but they must be a sequence of numbers"),
         ({"anneal": 1.02}, r"anneal is 1\.02, but it must be a function of the step"),
         ({"anneal": mq.schedules.constant(0.5)}, "beta is 0.5 at step 0, but MDTanhS needs a beta from 1 to 1e35"),
         ({"anneal": lambda k: float("nan")}, "beta is nan"),

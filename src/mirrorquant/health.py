@@ -14,8 +14,8 @@ weight      512  -0.1: 32 %  0: 38 %  0.1: 30 %  32 %  1     0.065
 rounding moves the weights of weight by 32% of the distance between levels on average, more than 5% (beta is 1,
 the typical |latent| 0.065): train longer or anneal faster, and recalibrate batch norm afterwards (mq.recalibrate)
 
-The typical |latent| is the median of the absolute values; for methods that have one latent number per level, the median
-of half the difference between the two largest. Where β times it is well above 1, most weights are near their levels.
+The typical |latent| is the median of the absolute values; for methods with one latent number per level, the median of
+half the difference between the two largest. If β times it is well above 1, most weights are near their levels.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mirrorquant._text import table
 from mirrorquant.levels import BINARY, TERNARY, Levels
 from mirrorquant.select import listed
 
@@ -78,22 +79,21 @@ class Health:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong, in one line each; empty for a healthy network that can be rounded now."""
+        """All problems, one line each; empty for a healthy network that can be rounded now."""
         return [*self.collapses, *self.gaps]
 
     @property
     def collapses(self) -> list[str]:
         """Tensors that have lost all levels but one, one line per level."""
-        lines = []
-        collapsed = [t for t in self.tensors if t.collapsed]
-        for level in sorted({t.main_level for t in collapsed}):
-            names = [t.name for t in collapsed if t.main_level == level]
-            count = f"{len(names)} of {len(self.tensors)} quantized tensors"
-            lines.append(
-                f"all weights of {count} ({listed(names)}) round to {level:g}, so that they hold no information: use "
-                "levels scaled to the weights, or skip these layers"
-            )
-        return lines
+        names: dict[float, list[str]] = {}
+        for t in self.tensors:
+            if t.collapsed:
+                names.setdefault(t.main_level, []).append(t.name)
+        return [
+            f"all weights of {len(found)} of {len(self.tensors)} quantized tensors ({listed(found)}) round to {level:g}, "
+            "so they hold no information: use levels scaled to the weights, or skip these layers"
+            for level, found in sorted(names.items())
+        ]
 
     @property
     def gaps(self) -> list[str]:
@@ -110,23 +110,15 @@ class Health:
         ]
 
     def __str__(self) -> str:
-        head = ["tensor", "weights", "share of weights per level", "gap", "beta", "|latent|"]
-        rows = [head]
+        rows = [["tensor", "weights", "share of weights per level", "gap", "beta", "|latent|"]]
         for t in self.tensors:
             shares = "  ".join(f"{level:g}: {share:.0%}" for level, share in zip(t.levels, t.shares, strict=True))
             rows.append([t.name, f"{t.count:,}", shares, f"{t.gap:.0%}", f"{t.beta:.3g}", f"{t.latent:.2g}"])
-        rows = [[cell.replace("%", " %") for cell in row] for row in rows]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        right = (False, True, False, True, False, False)
-        lines = []
-        for row in rows:
-            cells = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
+        return table([[cell.replace("%", " %") for cell in row] for row in rows], right=("weights", "gap"))
 
 
 def health(opt: MirrorDescent) -> Health:
-    """Reports how an optimizer's quantized tensors are doing, with the model's weights as they are now.
+    """Reports on an optimizer's quantized tensors, with the model's weights as they are now.
 
     Call it during training, outside ``quantized()``, to see whether the network could be rounded now; ``finalize()``
     warns of the same problems. With distributed tensors, each process reports on its own part.
@@ -147,27 +139,29 @@ def health(opt: MirrorDescent) -> Health:
 def advice(opt: MirrorDescent, learnt: Collection[Tensor]) -> str:
     """A warning about the initial weights of some parameters; empty if there is nothing to warn about.
 
-    Called while the parameters still have their initial values. Constant ones, such as zeros, are left out: they say
-    nothing about the scale that levels should have.
+    Called while the parameters still have their initial values. Constant ones, such as zeros, are left out: they do not
+    show which scale the levels should have.
     """
-    pairs = [pair for q in opt._quantized() for pair in zip(q.names, q.weights, strict=True)]
-    initial = {name: local(weight.detach()) for name, weight in pairs if weight in learnt}
-    collapsed = [t for t in health(opt).tensors if t.collapsed and t.name in initial and initial[t.name].numel()]
-    collapsed = [t for t in collapsed if bool((initial[t.name] != initial[t.name].flatten()[0]).any())]
+    tensors = [(name, local(w.detach())) for q in opt._quantized() for name, w, _ in q.tensors() if w in learnt]
+    initial = dict(tensors)
+    varied = {
+        name for name, weight in initial.items() if weight.numel() and bool((weight != weight.flatten()[0]).any())
+    }
+    collapsed = [t for t in health(opt).tensors if t.collapsed and t.name in varied]
     if not collapsed:
         return ""
     levels, level = collapsed[0].levels, collapsed[0].main_level
     names = [t.name for t in collapsed]
     size = float(torch.cat([initial[name].abs().double().flatten() for name in names]).mean())
     near = [f"{t:g}" for pair, t in zip(pairwise(levels), levels.thresholds, strict=True) if level in pair]
-    thresholds = "thresholds are" if len(near) > 1 else "threshold is"
+    nearest = "nearest thresholds are" if len(near) > 1 else "nearest threshold is"
     remedy = "choose levels on the scale of the weights"
     if levels.centre == 0 and size > 0:
         known = {BINARY: "mq.BINARY", TERNARY: "mq.TERNARY"}.get(levels, f"mq.{levels}")
         remedy += f", as in levels={levels.fit * size:.2g} * {known}"
     return (
         f"all weights of {len(names)} of {len(initial)} quantized tensors ({listed(names)}) start at the level "
-        f"{level:g}: the nearest {thresholds} {' and '.join(near)}, but the mean |weight| is {size:.2g}. Training "
+        f"{level:g}: the {nearest} {' and '.join(near)}, but the mean |weight| is {size:.2g}. Training "
         f"may never leave it; {remedy}"
     )
 

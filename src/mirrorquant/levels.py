@@ -48,9 +48,7 @@ class Levels(tuple[float, ...]):
     def of(values: Iterable[float]) -> Levels:
         """Levels as they are, or made from a plain sequence such as ``[-1, 0, 1]``."""
         if isinstance(values, str) or not isinstance(values, Iterable):
-            raise TypeError(
-                f"levels are {values!r}, but they must be numbers in a sequence: try mq.BINARY or [-1, 0, 1]"
-            )
+            raise TypeError(f"levels are {values!r}, but they must be a sequence of numbers: try [-1, 0, 1]")
         return values if isinstance(values, Levels) else Levels(*values)
 
     @property
@@ -72,7 +70,7 @@ class Levels(tuple[float, ...]):
     def fit(self) -> float:
         """The factor that fits the levels to weights with a mean absolute value of 1.
 
-        It puts the innermost threshold at 0.7, as ternary weight networks do; where zero is a threshold, the innermost
+        It puts the innermost threshold at 0.7, as ternary weight networks do; if zero is a threshold, the innermost
         level at 1.
 
         >>> BINARY.fit, TERNARY.fit

@@ -26,7 +26,7 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class _Schedule:
-    """Checks the numbers of a schedule: counts are positive, everything is finite."""
+    """Checks the numbers of a schedule: all must be finite, counts and factors positive."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -85,7 +85,7 @@ class geometric(_Schedule):
 
 @dataclass(frozen=True)
 class ramp(_Schedule):
-    """min(start + rate · ⌊k / every⌋, cap); with the batches of an epoch for ``every``, ProxQuant's λ.
+    """min(start + rate · ⌊k / every⌋, cap); with ``every`` the number of batches per epoch, ProxQuant's λ.
 
     >>> ramp(1e-4, every=351)(702)
     0.0002
@@ -144,7 +144,7 @@ class cosine(_Schedule):
 
 @dataclass(frozen=True)
 class warmup(_Schedule):
-    """A straight line up to the first value of another schedule over ``steps``, which starts after that."""
+    """A straight line up to the first value of another schedule over ``steps``; then that schedule, from its start."""
 
     schedule: Schedule
     steps: int
@@ -165,12 +165,12 @@ def names() -> list[str]:
 
 
 def build(name: str, **terms: Any) -> Schedule:
-    """The schedule of that name, made of the terms that it has; the others are ignored.
+    """The schedule of that name, from the terms that it takes; the others are ignored.
 
     >>> build("cosine", start=0.1, end=0.0, steps=100, scale=0.2, every=30)
     cosine(start=0.1, end=0.0, steps=100, log=False)
     """
     if name not in names():
         raise ValueError(f"there is no schedule {name!r}: use one of {', '.join(names())}")
-    cls: Any = next(cls for cls in _Schedule.__subclasses__() if cls.__name__ == name)
+    cls: Any = globals()[name]
     return cls(**{f.name: terms[f.name] for f in dataclasses.fields(cls) if f.name in terms})  # type: ignore[no-any-return]
