@@ -25,7 +25,7 @@ def test_nearest_is_the_level_at_the_smallest_distance(values, weights):
 
 @pytest.mark.parametrize("text", ["binary", "01"])
 def test_text_is_no_level_set(text):
-    with pytest.raises(TypeError, match=rf"levels are '{text}', but they must be a sequence of numbers: try \\["):
+    with pytest.raises(TypeError, match=rf"levels are '{text}', but they must be a sequence of numbers: try"):
         Levels.of(text)
 
 

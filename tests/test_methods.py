@@ -341,7 +341,7 @@ def test_infinite_projections_and_weights_of_nan_are_refused():
     with pytest.raises(ValueError, match=r"Broken\.project returned inf for weight, expected finite numbers"):
         mq.MirrorDescent(torch.optim.SGD(mq.split(model), lr=0.1), broken("project", lambda t: 1 / (0 * t)))
     nn.init.constant_(model.weight, float("nan"))
-    with pytest.raises(ValueError, match="weight holds NaN, so that there is nothing to quantize"):
+    with pytest.raises(ValueError, match="weight holds NaN, so there is nothing to quantize"):
         mq.MirrorDescent(torch.optim.SGD(mq.split(model), lr=0.1))
 
 

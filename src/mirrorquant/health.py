@@ -90,8 +90,8 @@ class Health:
             if t.collapsed:
                 names.setdefault(t.main_level, []).append(t.name)
         return [
-            f"all weights of {len(found)} of {len(self.tensors)} quantized tensors ({listed(found)}) round to {level:g}, "
-            "so they hold no information: use levels scaled to the weights, or skip these layers"
+            f"all weights of {len(found)} of {len(self.tensors)} quantized tensors ({listed(found)}) round to {level:g}"
+            ", so they hold no information: use levels scaled to the weights, or skip these layers"
             for level, found in sorted(names.items())
         ]
 
@@ -128,7 +128,9 @@ def health(opt: MirrorDescent) -> Health:
         for q in opt._quantized():
             for name, weight, state in q.tensors():
                 levels, scale = q.method.levels, state.get("scale", 1.0)
-                rounded = weight if q.method.holds(weight.detach(), state) else q.method.rounded(state, q.beta)
+                rounded = (
+                    weight if levels.holds(weight.detach(), state.get("scale")) else q.method.rounded(state, q.beta)
+                )
                 rounded = levels.nearest(rounded.detach() / scale)
                 shares, gap = _compared(local(weight.detach() / scale), local(rounded), levels)
                 typical = _typical(local(state["latent"] / scale), local(weight))

@@ -93,14 +93,14 @@ class Levels(tuple[float, ...]):
         """The vector q of the levels, in the dtype and on the device of ``like``."""
         return torch.tensor(tuple(self), dtype=like.dtype, device=like.device)
 
-    def holds(self, weight: Tensor) -> bool:
-        """Whether every entry is exactly a level, as the weight's dtype represents it.
+    def holds(self, weight: Tensor, scale: Tensor | None = None) -> bool:
+        """Whether every entry is exactly a level (times the scale), as the weight's dtype represents it.
 
         >>> BINARY.holds(torch.tensor([1.0, -1.0])), BINARY.holds(torch.tensor([0.999]))
         (True, False)
         """
         on_level = torch.zeros_like(weight, dtype=torch.bool)
-        for level in self.tensor(weight):
+        for level in self.tensor(weight) if scale is None else [(level * scale).to(weight.dtype) for level in self]:
             on_level |= weight == level
         return bool(on_level.all())
 

@@ -20,21 +20,9 @@ The groups of this optimizer hold the model's parameters, so gradient scalers, g
 schedulers work as usual. The base optimizer's groups hold the latents; each step copies the hyperparameters to them.
 
 The latents own the weights: a step after the weights were changed in any other way raises an error (changes through
-``.data`` are only noticed by ``finalize()``; a step overwrites them). For early stopping, save both states and load
-both, in either order:
-
->>> import copy
->>> opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model), lr=0.1), anneal=mq.schedules.geometric(1.5))
->>> best = copy.deepcopy((model.state_dict(), opt.state_dict()))
->>> for _ in range(20):
-...     model(torch.ones(8, 4)).square().mean().backward()
-...     opt.step()
->>> model.load_state_dict(best[0])
-<All keys matched successfully>
->>> opt.load_state_dict(best[1])
-
-A ``model.state_dict()`` saved inside ``quantized()`` is on the levels already: load it and call ``finalize()``, which
-keeps such weights.
+``.data`` are only noticed by ``finalize()``; a step overwrites them). For early stopping, save ``model.state_dict()``
+and ``opt.state_dict()`` and load both, in either order (docs/guide.md has an example). A ``model.state_dict()`` saved
+inside ``quantized()`` is on the levels already: load it and call ``finalize()``, which keeps such weights.
 """
 
 from __future__ import annotations
@@ -458,16 +446,14 @@ class MirrorDescent(Optimizer):
         self._remember()
 
     def _changed(self, name: str, doing: str) -> str:
+        remedy = "build a new MirrorDescent after loading"
         if self.finalized:
-            return (
-                f"{name} is off its levels, although the optimizer is finalized: it was changed after finalize(), by "
-                "model.load_state_dict() perhaps. Load weights that are on their levels, or build a new MirrorDescent"
-            )
+            return f"{name} is off its levels, although the optimizer is finalized: load weights on levels, or {remedy}"
         return (
             f"{name} was changed since the optimizer wrote it (by model.load_state_dict(), an initialization or an "
-            f"average of weights?), but its latent was not: {doing} would undo the change. To go back to an earlier "
-            "state, load model.state_dict() and opt.state_dict(), saved together, in either order; weights that are "
-            "all on their levels can be kept by finalize(); for any others, build a new MirrorDescent after loading"
+            f"average of weights?), but its latent was not: {doing} would undo the change. Load model.state_dict() and "
+            "opt.state_dict(), saved together, in either order; finalize() keeps weights that are all on their levels; "
+            f"for any others, {remedy}"
         )
 
     def _final(self, q: Quantized, name: str, weight: Tensor, state: State) -> State:
@@ -483,7 +469,7 @@ class MirrorDescent(Optimizer):
             raise RuntimeError(self._changed(name, "finalize()"))
         if bool(local(q.method.image(final, q.beta)).isnan().any()):
             raise RuntimeError(f"{kind}.project gives NaN for {name} at beta {float(q.beta):g}; nothing was rounded")
-        if not q.method.holds(q.method.rounded(final, q.beta).to(weight.dtype), final):
+        if not q.method.levels.holds(q.method.rounded(final, q.beta).to(weight.dtype), final.get("scale")):
             raise RuntimeError(f"{kind}.round left {name} off its {q.method.levels}; nothing was rounded")
         return final
 
@@ -550,10 +536,10 @@ class MirrorDescent(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        groups, states = self._understood(state_dict)
+        groups, states, kept = self._understood(state_dict)
         steps, finalized = groups[0]["steps"], groups[0]["finalized"]
         betas = [beta_at(group, steps) for group in self.param_groups]
-        self._load_base(groups, states, state_dict.get("base", {}))
+        self._load_base(groups, kept, state_dict.get("base", {}))
         for weight, state in zip(self._params(), states, strict=True):
             _fill(self.state.get(weight, {}), state)
         self.steps, self.finalized = steps, False
@@ -572,17 +558,16 @@ class MirrorDescent(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _load_base(self, groups: list[Group], states: list[dict[str, Any]], extra: dict[str, Any]) -> None:
+    def _load_base(self, groups: list[Group], kept: list[State], extra: dict[str, Any]) -> None:
         """The base optimizer's own state and groups, out of a state of this optimizer."""
         base = self.base.state_dict()
         for theirs, saved in zip(base["param_groups"], groups, strict=True):
             theirs.update({k: saved[k] for k in theirs if k in saved and k not in ("params", "param_names")})
-        kept = [] if groups[0]["fresh"] else self._of_base(states)
-        base["state"] = {i: entries for i, entries in enumerate(kept) if entries}
+        base["state"] = {i: entries for i, entries in enumerate(kept) if entries and not groups[0]["fresh"]}
         self.base.load_state_dict({**base, **{k: v for k, v in extra.items() if k not in base}})
 
-    def _understood(self, state_dict: dict[str, Any]) -> tuple[list[Group], list[dict[str, Any]]]:
-        """The groups of a state, and its entries for each parameter in order; raises if they do not fit."""
+    def _understood(self, state_dict: dict[str, Any]) -> tuple[list[Group], list[State], list[State]]:
+        """The groups of a state, and per parameter all entries and those of the base; raises if it does not fit."""
         if {"state", "param_groups", "base", "base_class", "steps", "finalized"} <= set(state_dict):
             state_dict = _from_version_0_1(state_dict)
         groups: list[Group] = state_dict.get("param_groups", [])
@@ -602,8 +587,10 @@ class MirrorDescent(Optimizer):
                 "build it as it was"
             )
         states = [state_dict["state"].get(key, {}) for group in groups for key in group["params"]]
+        kept = []
         for weight, state in zip(self._params(), states, strict=True):
             name, own = self._names[weight], self.state.get(weight, {})
+            kept.append({k: v for k, v in state.items() if k not in own})
             for key, tensor in own.items():
                 shape = getattr(state.get(key), "shape", None)
                 if tensor.shape != shape:
@@ -612,18 +599,10 @@ class MirrorDescent(Optimizer):
                     )
             if "latent" in state and not own:
                 raise ValueError(f"the state has a latent for {name}, which is not quantized here")
-        kept, expected = sum(map(len, self._of_base(states))), sum(group["kept"] for group in groups)
-        if kept != expected:
-            raise ValueError(
-                f"the state holds {kept} entries of {base}, but {expected} were saved: the rest was lost since, so "
-                "training could not go on as it was"
-            )
-        return groups, states
-
-    def _of_base(self, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The part of each parameter's saved state that belongs to the base optimizer."""
-        owns = [self.state.get(p, {}) for p in self._params()]
-        return [{k: v for k, v in state.items() if k not in own} for own, state in zip(owns, states, strict=True)]
+        count, expected = sum(map(len, kept)), sum(group["kept"] for group in groups)
+        if count != expected:
+            raise ValueError(f"the state holds {count} entries of {base}, but {expected} were saved: the rest was lost")
+        return groups, states, kept
 
     def __getstate__(self) -> dict[str, Any]:
         self._refuse_inside("copying or pickling")
@@ -679,16 +658,12 @@ def beta_at(group: Group, step: int) -> float:
     """β at a step, by the schedule of a group."""
     schedule, method = group["anneal"], group["method"]
     if not callable(schedule):
-        raise TypeError(
-            f"anneal is {schedule!r}, but it must be a function of the step: try mq.schedules.geometric(1.02)"
-        )
+        raise TypeError(f"anneal is {schedule!r}, but it must be a function of the step: try mq.schedules.constant()")
     value = schedule(step)
     try:
         beta = float(value)
     except (TypeError, ValueError):
-        raise TypeError(
-            f"anneal gives {value!r} at step {step}, but beta must be a number: change {schedule}"
-        ) from None
+        raise TypeError(f"anneal gives {value!r} at step {step}, but beta must be a number") from None
     if not method.lowest_beta <= beta <= 1e35:
         raise ValueError(
             f"beta is {beta:g} at step {step}, but {type(method).__name__} needs a beta from {method.lowest_beta:g} to "

@@ -55,13 +55,12 @@ class Scale:
 
 @dataclass(frozen=True)
 class Method:
-    """What distinguishes one quantization method from another; ``mirrorquant.methods`` describes a step.
+    """A quantization method; ``mirrorquant.methods`` describes its part in a step.
 
-    A subclass overrides the hooks ``lift`` to ``round``. They see the levels as they are: a scale is applied around
-    them. Facts about the method are class attributes: ``name`` registers it; ``label`` and ``colour`` show it in tables
-    and plots (ours are Paul Tol's "muted" colours, which remain distinct with any colour vision); ``uses_beta`` says
-    whether it is annealed, ``lowest_beta`` the least β that it can start from, and ``can_decay`` whether its latents
-    survive L2 weight decay.
+    A subclass overrides the hooks ``lift`` to ``round``, which ignore the scale: it is applied around them. Class
+    attributes describe the method: ``name`` registers it; ``label`` and ``colour`` are for tables and plots (ours are
+    Paul Tol's "muted" colours, which remain distinct with any colour vision); ``uses_beta`` says whether it is
+    annealed, ``lowest_beta`` is its least β, and ``can_decay`` says whether its latents survive L2 weight decay.
 
     Args:
         levels: the quantization levels.
@@ -80,15 +79,13 @@ class Method:
     wanted: ClassVar[dict[str, list[str]]] = {}
 
     def __init_subclass__(cls) -> None:
-        known_to = {hook: list(inspect.signature(getattr(cls, hook)).parameters) for hook in _HOOKS}
-        cls.wanted = {hook: names[_HOOKS[hook] :] for hook, names in known_to.items()}
+        cls.wanted = {hook: [*inspect.signature(getattr(cls, hook)).parameters][own:] for hook, own in _HOOKS.items()}
         if "name" not in cls.__dict__:
             return
         known = Method.registry.setdefault(cls.name, cls)
         if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(
-                f"the name {cls.name!r} is taken by {known.__module__}.{known.__qualname__}: give "
-                f"{cls.__qualname__} another one"
+                f"the name {cls.name!r} is taken by {known.__module__}.{known.__qualname__}: choose another"
             )
         Method.registry[cls.name] = cls  # a class that is defined again, as in a notebook
         cls.label = cls.__dict__.get("label", cls.name)
@@ -145,11 +142,10 @@ class Method:
     def begin(self, weight: Tensor, beta: float, lr: Beta, name: str) -> State:
         """The state that a weight starts from: the latent, the scale, and whatever ``start`` adds.
 
-        Tries all hooks. One that returns the wrong shape, NaN or anything but floating-point numbers raises an error
-        that names it.
+        Tries all hooks; the error for a wrong shape, dtype or NaN names the hook.
         """
         if bool(weight.isnan().any()):
-            raise ValueError(f"{name} holds NaN, so that there is nothing to quantize: initialize or load it again")
+            raise ValueError(f"{name} holds NaN, so there is nothing to quantize: initialize or load it again")
         factor = None if self.scale is None else self.scale.of(weight, self.levels)
         unit = weight if factor is None else weight / factor
         latent = self._checked("lift", name, self.lift(unit)).clone()
@@ -158,8 +154,7 @@ class Method:
             raise ValueError(self._wrong("lift", name, f"shape {tuple(latent.shape)}", expected))
         if self.scale is not None and self.scale.how == "computed" and latent.shape != weight.shape:
             raise ValueError(
-                f"{type(self).__name__} has {latent.shape[0]} latents per weight, from which no scale can be computed: "
-                "use one that is fixed or learnt"
+                f"{self} has several latents per weight, from which no scale can be computed: fix or learn it"
             )
         state: State = {"latent": latent if factor is None else latent * factor}
         if factor is not None:
@@ -216,19 +211,10 @@ class Method:
         found: State = {**state, "latent": self.lift(unit.to(state["latent"].dtype))}
         if factor is not None:
             found.update(latent=found["latent"] * factor, scale=factor)
-        return found if self.holds(weight, found) else None
-
-    def holds(self, weight: Tensor, state: State) -> bool:
-        """Whether every weight is exactly a level times its scale, as the weight's dtype represents it."""
-        if self.scale is None:
-            return self.levels.holds(weight)
-        on_level = torch.zeros_like(weight, dtype=torch.bool)
-        for level in self.levels:
-            on_level |= weight == (level * state["scale"]).to(weight.dtype)
-        return bool(on_level.all())
+        return found if self.levels.holds(weight, found.get("scale")) else None
 
     def identity(self) -> str:
-        """The method with its options, as JSON: what a saved state must fit.
+        """The method with its options, as JSON, which a saved state must fit.
 
         Options are the fields of a dataclass; mirrors, which may be functions, are compared by their values.
 
