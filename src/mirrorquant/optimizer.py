@@ -53,7 +53,7 @@ __all__ = ["MirrorDescent"]
 Closure = Callable[[], Any]
 Group = dict[str, Any]
 _OURS = ("method", "anneal", "beta")
-_SAVED = ("levels", "steps", "finalized", "base_class", "fresh", "kept")  # beside these, in the groups of a state
+_SAVED = ("levels", "steps", "finalized", "base_class", "fresh", "kept")  # in the groups of a state, with _OURS
 _RENAMED = {"MDTanhPrimal": "MDTanh", "MDTanh": "MDTanhBounded", "MDSoftmaxPrimal": "MDSoftmax"}
 _RENAMED |= {"MDSoftmax": "MDSoftmaxBounded", "PMFAuthors": "PMF", "PMF": "PMFExact"}  # since version 0.1
 
@@ -156,7 +156,6 @@ class MirrorDescent(Optimizer):
             raise
         self.state.update(states)
         self._why.update(zip(params, why, strict=False))
-        self._set_beta(group, group["beta"])
         if self._constructed:
             theirs = {k: v for k, v in group.items() if k not in _OURS}
             self.base.add_param_group({**theirs, "params": self._moved(group)})
@@ -250,7 +249,7 @@ class MirrorDescent(Optimizer):
     @property
     def beta(self) -> float:
         """The current β of the first quantized group."""
-        return float(next((q.beta for q in self._quantized()), 1.0))
+        return next((float(q.beta) for q in self._quantized()), 1.0)
 
     def latent(self, weight: Tensor) -> Tensor:
         """The latent tensor of a quantized parameter."""
@@ -296,7 +295,7 @@ class MirrorDescent(Optimizer):
         return state
 
     def _begin(self, groups: list[Group], learnt: Collection[Tensor]) -> None:
-        """Writes the first image of new latents; puts learnt scales into float groups, without weight decay."""
+        """Writes the first images of new latents; puts learnt scales into float groups without weight decay."""
         found = advice(self, learnt)
         self._write(rounded=False)
         for group in groups:
@@ -308,15 +307,6 @@ class MirrorDescent(Optimizer):
                 self.add_param_group({**ours, "weight_decay": 0.0, "params": params, "method": "ref", "scale": None})
         if found:
             warnings.warn(found, HealthWarning, stacklevel=3)
-
-    def _set_beta(self, group: Group, beta: float) -> None:
-        """A float; a tensor on the device of the weights if the base optimizer is capturable."""
-        if not group.get("capturable") or not group["params"]:
-            group["beta"] = beta
-        elif isinstance(group["beta"], Tensor):
-            group["beta"].fill_(beta)
-        else:
-            group["beta"] = torch.full((), beta, device=group["params"][0].device)
 
     # The parts of a step.
 
@@ -335,7 +325,7 @@ class MirrorDescent(Optimizer):
         for ours, theirs in zip(self.param_groups, self.base.param_groups, strict=True):
             theirs.update({k: v for k, v in ours.items() if k in theirs and k not in (*_OURS, "params")})
             scale = ours["method"].step_scale(ours["beta"])
-            if "lr" in theirs and (isinstance(scale, Tensor) or scale != 1.0):
+            if "lr" in theirs and scale != 1.0:
                 theirs["lr"] = theirs["lr"] * scale
                 if "weight_decay" in theirs:  # it acts on a latent that is β times larger, too
                     theirs["weight_decay"] = theirs["weight_decay"] / scale
@@ -362,7 +352,7 @@ class MirrorDescent(Optimizer):
         for ours, theirs, beta in zip(self.param_groups, self.base.param_groups, betas, strict=True):
             ours.update({k: v for k, v in theirs.items() if k not in ("params", "lr", "weight_decay")})
             if not self.finalized:
-                self._set_beta(ours, beta)
+                ours["beta"] = beta
 
     @torch.no_grad()
     def _write(self, *, rounded: bool) -> None:
@@ -501,7 +491,7 @@ class MirrorDescent(Optimizer):
         for group in state["param_groups"]:
             method: Method = group.pop("method")
             del group["anneal"]
-            group.update(method=method.identity(), levels=tuple(method.levels), beta=float(group["beta"]))
+            group.update(method=method.identity(), levels=tuple(method.levels))
             group.update(common, fresh=fresh, kept=sum(len(kept.get(i, {})) for i in group["params"]))
         for i, entries in kept.items():
             mine = state["state"].get(i, {})
@@ -546,7 +536,7 @@ class MirrorDescent(Optimizer):
         not_theirs = (*_OURS, *_SAVED, "params", "param_names")
         for group, saved, beta in zip(self.param_groups, groups, betas, strict=True):
             group.update({k: v for k, v in saved.items() if k not in not_theirs})
-            self._set_beta(group, saved["beta"] if finalized else beta)
+            group["beta"] = saved["beta"] if finalized else beta
             if beta != saved["beta"] and not finalized and not isinstance(group["method"], REF):
                 warnings.warn(
                     f"at step {steps} the saved beta was {saved['beta']:g}, but {group['anneal']} gives {beta:g}: "
@@ -645,7 +635,7 @@ def _fill(state: State, source: State) -> None:
 
 @functools.cache
 def _keep_out_of_graphs() -> None:
-    """Functions that set β or read versions stay plain Python in a compiled step: its graph would hold a constant.
+    """Keeps functions that set β or read versions plain Python in a compiled step: its graph would hold a constant.
 
     Called with the first optimizer, since it imports the compiler, which takes longer than the rest of this package.
     """
