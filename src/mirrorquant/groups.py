@@ -71,7 +71,7 @@ def equal(weight: Tensor, rounded: Tensor) -> bool:
 
 
 def _set_grad(tensor: Tensor, grad: Tensor | None) -> None:
-    """In place where there is a gradient already, as in a CUDA graph."""
+    """In place if there is a gradient already, as in a CUDA graph."""
     if grad is not None and tensor.grad is not None:
         tensor.grad.copy_(grad)
     else:

@@ -80,7 +80,7 @@ class Levels(tuple[float, ...]):
         return 0.7 / inner if inner else 1 / min(abs(level) for level in self)
 
     def nearest(self, weight: Tensor) -> Tensor:
-        """The level nearest to each weight; a tie goes up, so that sign(0) = +1, never 0.
+        """The level nearest to each weight; a tie goes up, so sign(0) = +1, never 0.
 
         Exact in every dtype: levels are selected, never computed.
         """
@@ -107,7 +107,7 @@ class Levels(tuple[float, ...]):
     def __rmul__(self, scale: float) -> Levels:  # type: ignore[override]
         """The levels times a positive scale, as in ``0.1 * BINARY``."""
         if not scale > 0:
-            raise ValueError(f"the scale is {scale}, but it must be positive, so that the levels stay in order")
+            raise ValueError(f"the scale is {scale}, but it must be positive to keep the levels in order")
         return Levels(*(scale * level for level in self))
 
     __mul__ = __rmul__  # type: ignore[assignment]

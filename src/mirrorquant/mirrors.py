@@ -190,7 +190,7 @@ class Softmax(Mirror):
     """
 
     def project(self, dual: Tensor, beta: Beta = 1.0) -> Tensor:
-        """exp(β ũ_λ) / Σ exp(β ũ_μ); the largest entry is subtracted first, so that no β overflows."""
+        """exp(β ũ_λ) / Σ exp(β ũ_μ); the largest entry is subtracted first, so no β overflows."""
         return torch.softmax(beta * (dual - dual.amax(0, keepdim=True)), 0)
 
     def inverse(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:

@@ -238,8 +238,8 @@ class MirrorDescent(Optimizer):
         for q in (q for q in self._quantized() if q.weights):
             levels, count = ", ".join(f"{level:g}" for level in q.method.levels), sum(w.numel() for w in q.weights)
             tensors = "1 tensor" if len(q.names) == 1 else f"{len(q.names)} tensors"
-            what = f"{q.method.name or type(q.method).__name__}, levels {levels}"
-            lines.append(f"  {what}: {tensors}, {count:,} weights ({listed(q.names)})")
+            title = f"{q.method.name or type(q.method).__name__}, levels {levels}"
+            lines.append(f"  {title}: {tensors}, {count:,} weights ({listed(q.names)})")
         floats = []
         for group in self.param_groups:
             usual = "method 'ref'" if isinstance(group["method"], REF) else "frozen"
@@ -347,7 +347,7 @@ class MirrorDescent(Optimizer):
                 q.pull_back()
 
     def _advance(self, betas: list[float]) -> None:
-        """β_{k+1}, until finalized; and whatever the base optimizer keeps in its groups, copied back."""
+        """Sets β_{k+1} until finalized, and copies back the values that the base optimizer keeps in its groups."""
         self.steps += 1
         for ours, theirs, beta in zip(self.param_groups, self.base.param_groups, betas, strict=True):
             ours.update({k: v for k, v in theirs.items() if k not in ("params", "lr", "weight_decay")})
@@ -514,7 +514,7 @@ class MirrorDescent(Optimizer):
                 moved.grad = torch.zeros_like(moved) if p.requires_grad or p in self.state else None
             with torch.no_grad():
                 twin.step()
-        except Exception:  # it needs a closure, as LBFGS does: a state that lacks something is refused when loaded
+        except Exception:  # it needs a closure, as LBFGS does; loading an incomplete state raises an error
             return {}
         state: dict[int, dict[str, Any]] = twin.state_dict()["state"]
         return state

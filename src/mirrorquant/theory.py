@@ -60,9 +60,9 @@ def gamma(*, B: float, epsilon: float) -> float:
 
 
 def softmax_gamma(*, B: float, epsilon: float, d: int) -> float:
-    """The same for softmax on d levels, γ = log((d − 1)(1 − ε) / ε) / B, or 0 where that is less.
+    """The same for softmax on d levels, γ = log((d − 1)(1 − ε) / ε) / B, or 0 if that is negative.
 
-    Where the largest entry of ũ is ahead of the others by more than γ, 1 − max softmax(B ũ) < ε.
+    If the largest entry of ũ exceeds the others by more than γ, 1 − max softmax(B ũ) < ε.
 
     >>> import torch
     >>> g = softmax_gamma(B=100.0, epsilon=1e-3, d=3)

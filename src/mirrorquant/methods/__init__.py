@@ -1,7 +1,7 @@
 """Methods: the paper's algorithms and the baselines it compares with, each a few lines of hooks.
 
 Quantization methods "mainly differ in the constraint set, the projection used, and how backpropagation through the
-projection is performed": so that is all that a method defines. A plain optimizer moves a latent tensor x̃ by −D; the
+projection is performed": a method defines just these. A plain optimizer moves a latent tensor x̃ by −D; the
 model's weight is its image. One step k, with β_k the annealing hyperparameter:
 
     latent.grad = pull_back(dL/dw, latent, β)        # default: the gradient itself, which is mirror descent
@@ -27,7 +27,7 @@ A custom projection needs no method at all, and any method can scale its levels 
 >>> mq.methods.MDTanhS(mq.TERNARY, scale=mq.Scale("channel"))
 MDTanhS(levels=Levels(-1.0, 0.0, 1.0), scale=Scale(per='channel', how='fixed'))
 
-A module added to this package is imported with it, so that its methods are known by name everywhere.
+A module added to this package is imported with it, so its methods are known by name everywhere.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def get(method: str | Method, levels: Iterable[float] | None = None, scale: Scal
 
 
 def names() -> list[str]:
-    """The names of all methods; ``get(name).describe()`` is a line about one.
+    """The names of all methods; ``get(name).describe()`` describes one in a line.
 
     >>> for name in names():
     ...     print(f"{name:13} {get(name).describe()}")

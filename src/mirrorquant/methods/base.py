@@ -24,7 +24,7 @@ _PROBES = (-1.5, -0.75, -0.25, 0.25, 0.75, 1.5)
 
 @dataclass(frozen=True)
 class Scale:
-    """A factor c > 0 on the levels of a tensor: w = c · P(w̃ / c), so that the levels fit the weights.
+    """A factor c > 0 on the levels of a tensor: w = c · P(w̃ / c), so the levels fit the weights.
 
     Args:
         per: one factor per "tensor", or one per output "channel" (dimension 0) of a matrix or kernel.
@@ -137,10 +137,10 @@ class Method:
         """The quantized weight: the level nearest to the weight; NaN stays NaN."""
         return nearest_or_nan(self.levels, self.project(latent, beta))
 
-    # What the optimizer calls: the hooks on the state of one tensor, with its scale.
+    # Called by the optimizer: the hooks on the state of one tensor, with its scale.
 
     def begin(self, weight: Tensor, beta: float, lr: Beta, name: str) -> State:
-        """The state that a weight starts from: the latent, the scale, and whatever ``start`` adds.
+        """The state that a weight starts from: the latent, the scale, and the entries that ``start`` adds.
 
         Tries all hooks; the error for a wrong shape, dtype or NaN names the hook.
         """
@@ -271,7 +271,7 @@ class Method:
 
 
 def nearest_or_nan(levels: Levels, weight: Tensor) -> Tensor:
-    """The nearest level, but NaN where there is no number: a diverged weight must not pass for a quantized one.
+    """The nearest level, but NaN for NaN: a diverged weight must not pass for a quantized one.
 
     >>> nearest_or_nan(BINARY, torch.tensor([0.3, float("nan")]))
     tensor([1., nan])

@@ -29,7 +29,7 @@ class MDSoftmaxS(MD):
     def lift(self, weight: Tensor) -> Tensor:
         """ũ_λ = (q_λ w − q_λ²/2) / r², largest for the level nearest to w.
 
-        Levels are measured from their centre in units of their radius r, so that two levels start, like tanh, at
+        Levels are measured from their centre in units of their radius r, so two levels start, like tanh, at
         (ũ_2 − ũ_1)/2 = w̃.
         """
         w = (weight - self.levels.centre) / self.levels.radius
