@@ -366,7 +366,7 @@ def comparison(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
     several = len({levels for _, levels in points}) > 1
     texts = [f" ({labels.levels(levels)})" if several else "" for _, levels in points]
     names = [labels.method(method) + text for (method, _), text in zip(points, texts, strict=True)]
-    names = [textwrap.fill(name, 32) for name in names]
+    names = [textwrap.fill(name, 34) for name in names]
     height = 0.16 + 0.16 * max(name.count("\n") + 1 for name in names)
     with _figure(out, 7.2, 0.8 + len(points) * height, "Test accuracy of the rounded network, %") as figure:
         ax = figure.subplots()
