@@ -1,10 +1,10 @@
 """Training: the paper's experimental protocol as one loop for all methods.
 
-``Config`` says what is trained (a recipe, and what is changed in it), ``Run`` trains it in a folder and can continue
-after a stop, ``RunFolder`` reads what is there.
+``Config`` describes a run (a recipe and its overrides), ``Run`` trains it in a folder and can continue after a stop,
+and ``RunFolder`` reads the folder.
 
 >>> config = Config.from_recipe("digits/digitsnet/binary/md-tanh-s", ["iterations=20", "seed=3"])
->>> config.method, config["iterations"], config.overrides
+>>> config.method, config.iterations, config.overrides
 ('md-tanh-s', 20, {'iterations': 20, 'seed': 3})
 """
 

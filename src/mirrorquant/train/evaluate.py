@@ -1,8 +1,7 @@
-"""What can be said about a network: its accuracy and loss, the bits of its parameters, and where it diverges."""
+"""Evaluation of a network: its accuracy and loss, the bits of its parameters, and where it diverges."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,7 +26,7 @@ def accuracy(
     objective: Objective = Objective(),  # noqa: B008 (frozen)
     context: torch.autocast | nullcontext[None] | None = None,
 ) -> tuple[float, float]:
-    """Accuracy in percent and mean cross-entropy of a model on clean images; the model's mode is left as it was."""
+    """Accuracy in percent and mean cross-entropy of a model on clean images; keeps the model's mode."""
     mode, totals = model.training, torch.zeros(2, device=images.labels.device)
     model.eval()
     with context or nullcontext():
@@ -51,7 +50,7 @@ def layers(opt: MirrorDescent) -> list[dict[str, Any]]:
 
 
 def count_parameters(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many parameters there are, how many are quantized, and the mean number of bits per parameter."""
+    """The number of parameters, how many of them are quantized, and the mean number of bits per parameter."""
     total = sum(row["count"] for row in rows)
     bits = sum(row["count"] * row["bits"] for row in rows) / total
     return {"total": total, "quantized": sum(row["count"] for row in rows if row["bits"] < 32), "bits": bits}
@@ -67,18 +66,13 @@ def not_finite(model: nn.Module, opt: MirrorDescent, images: Tensor) -> str:
     """Where numbers stop being finite: the weights, the first layer whose output is not finite, or the loss itself."""
     if has_nan(opt):
         return "the weights"
-    found: list[str] = []
+    names = {module: name for name, module in model.named_modules() if not list(module.children())}
+    found = []
 
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and not bool(torch.isfinite(output).all()):
-                found.append(f"layer {name} ({type(module).__name__})")
+    def watch(module: nn.Module, inputs: Any, output: Any) -> None:
+        if module in names and isinstance(output, Tensor) and not bool(torch.isfinite(output).all()):
+            found.append(f"layer {names[module]} ({type(module).__name__})")
 
-        return hook
-
-    leaves = [(name, module) for name, module in model.named_modules() if not list(module.children())]
-    handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
-    model(images)
-    for handle in handles:
-        handle.remove()
+    with nn.modules.module.register_module_forward_hook(watch):
+        model(images)
     return [*found, "the loss itself"][0]

@@ -1,4 +1,4 @@
-"""The objective: a callable of logits and batch. The loss is written here and nowhere else.
+"""The objective: a callable of logits and batch, and the only place that computes the loss.
 
 >>> batch = Batch(torch.zeros(2, 3, 8, 8), torch.tensor([0, 1]))
 >>> Objective(label_smoothing=0.1)(torch.eye(2), batch)
@@ -27,7 +27,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """Mean cross-entropy of ``logit_scale`` times the logits, with label smoothing; and distillation with a teacher.
+    """Mean cross-entropy of ``logit_scale`` times the logits, with label smoothing, and distillation from a teacher.
 
     With a teacher, the loss is ``hard_share`` of that plus ``1 - hard_share`` of the Kullback-Leibler divergence from
     the teacher's probabilities, both softened by the temperature T, times T² (so that gradients do not shrink with T).
@@ -53,9 +53,7 @@ class Objective:
         return self.hard_share * hard + (1 - self.hard_share) * soft
 
     def tally(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """How many are classified right, and the sum of their cross-entropies without smoothing: for validation."""
-        logits = logits.float()
-        loss = F.cross_entropy(
-            logits if self.logit_scale == 1.0 else logits * self.logit_scale, labels, reduction="sum"
-        )
+        """The number of correct answers, and the sum of cross-entropies without smoothing, for validation."""
+        logits = logits.float() * self.logit_scale
+        loss = F.cross_entropy(logits, labels, reduction="sum")
         return torch.stack([(logits.argmax(1) == labels).sum().to(loss.dtype), loss])

@@ -1,4 +1,4 @@
-"""A task: everything that an engine needs in order to train."""
+"""A task: everything that an engine needs to train."""
 
 from __future__ import annotations
 
