@@ -122,10 +122,7 @@ def _fuse_layer(graph: fx.Graph, node: fx.Node) -> None:
     if follower is not None and follower.target is _aten.relu.default:
         last, epilogue = follower, epilogue._replace(relu=True)
     with graph.inserting_before(last):
-        if node.target is _CONV:
-            done = graph.call_function(ops.conv2d_now, (x, prepared, geometry, epilogue, False))
-        else:
-            done = graph.call_function(ops.linear_now, (x, prepared, geometry, epilogue))
+        done = graph.call_function(ops.run, (x, prepared, geometry, epilogue, False))
     done.meta = last.meta
     last.replace_all_uses_with(done)
 

@@ -1,11 +1,11 @@
-"""Layers whose weights take two or three levels, run from their bits.
+"""Layers whose weights take two or three levels, computed from their bits.
 
     y = relu?(scale[o] * (W * act(x)) + shift[o] + residual)
 
 ``prepare`` lays level indices out for the kernels of this machine, once, when a model is loaded; ``conv2d`` and
-``linear`` run on what it made. On the CPU there are kernels for AVX-512, AVX2 and any other processor (portable),
-compiled when the package is installed; without them, and for what they do not cover, the same layers run in plain
-torch. ``describe`` says which it is.
+``linear`` compute with the result. On the CPU there are kernels for AVX-512, AVX2 and any other processor (portable),
+compiled when the package is installed; without them, and for layers that they do not cover, plain torch computes the
+same. ``describe`` says which path runs.
 
 >>> import torch
 >>> from mirrorquant.packing import kernels
@@ -14,7 +14,7 @@ torch. ``describe`` says which it is.
 >>> kernels.linear(torch.tensor([[1.0, 2.0, 3.0]]), prepared, shape=(2, 3), levels=(-1.0, 1.0))
 tensor([[2., 0.]])
 
-| activation | what W meets | promise |
+| activation | W is multiplied by | promise |
 |---|---|---|
 | ``"float32"`` | x itself | error about 1e-7, at most 2e-6, of the largest level times the sum of abs(x) |
 | ``"binary"`` | sign(x), sign(0) = 1, sign(NaN) = -1; a padded position counts 0 | equal to the bit on every path |
@@ -24,12 +24,12 @@ Inputs that are not finite stay visible: with float32 activations in each output
 in all outputs of their row.
 
 The bit-equal promises are for two levels, or three equidistant ones, and sums below 2^24. A float32 layer of at most 7
-rows keeps its inputs in fixed point, to 2^-24 of the largest of 256 neighbours: rows made up so that all these errors
-add up beside one large input can go beyond the 2e-6, to 1.5e-5.
+rows keeps its inputs in fixed point, to 2^-24 of the largest of 256 neighbors: rows constructed so that all these
+errors add up beside one large input can exceed the 2e-6, up to 1.5e-5.
 
-Tensors of any strides are taken, negated views and tensors of zeros without memory included. Operands on different
-devices, freed storages, sparse and nested tensors, and inputs that require a gradient raise a ``ValueError`` that names
-the operand. Meta and fake tensors give meta and fake results.
+Operands may have any strides, and be negated views or tensors of zeros without memory. Operands on different devices,
+freed storages, sparse and nested tensors, and inputs that require a gradient raise a ``ValueError`` that names the
+operand. Meta and fake tensors give meta and fake results.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mirrorquant.packing.kernels import ops
-from mirrorquant.packing.kernels.dispatch import KernelsError, active, available, describe, force
-from mirrorquant.packing.kernels.gate import refuse_gradient
 from mirrorquant.packing.kernels.layer import Epilogue, Geometry
+from mirrorquant.packing.kernels.native import KernelsError, active, available, describe, force
 from mirrorquant.packing.kernels.prepared import prepare
 
 __all__ = ["KernelsError", "active", "available", "conv2d", "describe", "force", "linear", "prepare"]
@@ -67,7 +66,7 @@ def conv2d(
 
     Args:
         x: [N, C, H, W]. Native for float32; other dtypes run in torch. channels_last is the fast form, and comes back.
-        prepared: what ``prepare`` made from the level indices of the weight.
+        prepared: the result of ``prepare`` for the level indices of the weight.
         shape: the weight's shape, [O, C/groups, kh, kw].
         levels: the values that the level indices stand for.
         scale: float32 [O], None for 1.
@@ -94,11 +93,7 @@ def conv2d(
                 [12., 18., 18., 12.]])
     """
     geometry = Geometry.of(shape, levels, activation, stride, padding, dilation, groups)
-    epilogue = Epilogue(scale, shift, residual, relu)
-    refuse_gradient(x, epilogue)
-    if ops.is_plain(x, prepared, *epilogue[:3]):
-        return ops.conv2d_now(x, prepared, geometry, epilogue)
-    return ops.conv2d(x, prepared, *geometry, *epilogue)  # type: ignore[no-any-return]
+    return ops.call(x, prepared, geometry, Epilogue(scale, shift, residual, relu))
 
 
 def linear(
@@ -117,8 +112,4 @@ def linear(
 
     The arguments are those of :func:`conv2d`, with a weight of the shape [O, K]; ``activation`` may be "int8", too.
     """
-    geometry, epilogue = Geometry.of(shape, levels, activation), Epilogue(scale, shift, residual, relu)
-    refuse_gradient(x, epilogue)
-    if ops.is_plain(x, prepared, *epilogue[:3]):
-        return ops.linear_now(x, prepared, geometry, epilogue)
-    return ops.linear(x, prepared, *geometry[:3], *epilogue)  # type: ignore[no-any-return]
+    return ops.call(x, prepared, Geometry.of(shape, levels, activation), Epilogue(scale, shift, residual, relu))

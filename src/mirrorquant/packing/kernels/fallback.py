@@ -1,4 +1,4 @@
-"""The same layers in plain torch: the meaning of every kernel, and what runs where no kernel does.
+"""The same layers in plain torch: the definition of every kernel, and the path where no kernel runs.
 
 A weight of level index i is levels[i]. Two levels, and three equidistant ones, are an affine image of the unit sets:
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from mirrorquant.levels import BINARY
 from mirrorquant.packing.kernels.layer import Epilogue, Geometry
 
-__all__ = ["affine", "apply", "convolution", "decode", "finish", "fold", "quantize_rows"]
+__all__ = ["activate", "affine", "apply", "decode", "finish", "fold", "quantize_rows", "sums"]
 
 _SLACK = 1e-6
 
@@ -45,7 +45,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     >>> q, step
     (tensor([[   1., -127.,    0.]]), tensor([[1.]]))
 
-    The step of a row that is not finite is NaN, and so is all that is computed from it.
+    The step of a row that is not finite is NaN, and so is everything that is computed from it.
     """
     step = x.abs().amax(-1, keepdim=True) / 127
     step = torch.where(step.isfinite(), step, torch.nan)
@@ -59,35 +59,45 @@ def decode(codes: Tensor, levels: Sequence[float]) -> Tensor:
 
 
 def apply(x: Tensor, weight: Tensor, geometry: Geometry, epilogue: Epilogue) -> Tensor:
-    """relu?(scale[o] * (W * act(x)) + shift[o] + residual), convolution or linear by the dimensions of ``weight``."""
-
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight) if weight.dim() == 2 else convolution(x, weight, *geometry[3:])
-
-    (a, b), activation = (1.0, 0.0), geometry.activation
-    if activation != "float32" and (unit := affine(geometry.levels)):
+    """relu?(scale[o] * (W * act(x)) + shift[o] + residual), a convolution or a linear layer by the geometry."""
+    a, b = 1.0, 0.0
+    if geometry.activation != "float32" and (unit := affine(geometry.levels)):
         a, b = unit
-        if unit != (1.0, 0.0):  # exact: a level minus b, over a, is -1, 0 or +1 but for its rounding
+        if unit != (1.0, 0.0):  # exact: a level minus b, over a, is -1, 0 or +1 except for its rounding
             weight = ((weight - b) / a).round()
     weight = weight.to(x.dtype)
-    step: Tensor | float = 1.0
-    if activation == "binary":
-        x = BINARY.nearest(x)
-    elif activation == "int8":
-        x, step = quantize_rows(x)
-    y = product(x, weight) * step if activation == "int8" else product(x, weight)
+    x, step = activate(x, geometry.activation)
+    y = F.linear(x, weight) if geometry.axis < 0 else convolution(x, weight, *geometry[3:])
+    y = y if step is None else y * step
     if b != 0:
-        y, a = a * y + b * (product(x, torch.ones_like(weight)) * step), 1.0
-    return finish(y, fold(epilogue, a, y, weight.shape[0]), -1 if weight.dim() == 2 else 1)
+        y, a = a * y + b * sums(x, step, geometry), 1.0
+    return finish(y, fold(epilogue, a, y, geometry.shape[0]), geometry.axis)
+
+
+def activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor | None]:
+    """act(x), and for int8 the steps by which results are multiplied."""
+    if activation == "int8":
+        return quantize_rows(x)
+    return (BINARY.nearest(x) if activation == "binary" else x), None
+
+
+def sums(x: Tensor, step: Tensor | None, geometry: Geometry) -> Tensor:
+    """The product of a weight of ones and act(x): the second term of levels that are not symmetric about 0."""
+    outputs, *window = geometry.shape
+    if len(window) == 1:
+        total = x.sum(-1, keepdim=True)
+        return total if step is None else total * step
+    total = convolution(x, x.new_ones(geometry.groups, *window), *geometry[3:])
+    return total.repeat_interleave(outputs // geometry.groups, 1)
 
 
 def convolution(
     x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
 ) -> Tensor:
-    """``F.conv2d``, with one channel in the plain layout.
+    """``F.conv2d``, with a single channel in the plain layout.
 
-    A single channel lies in memory alike in both layouts, but where the strides are those of channels_last, torch 2.13
-    computes wrong numbers on processors with AVX-512, for a 7x7 kernel with stride (1, 2) on images 7 wide.
+    Its memory is the same in both layouts, but where the strides are those of channels_last, torch 2.13 computes wrong
+    numbers on processors with AVX-512, for a 7x7 kernel with stride (1, 2) on images 7 wide.
     """
     if x.shape[1] == 1 and x.is_contiguous():
         x = x.flatten().view(x.shape)
@@ -103,9 +113,9 @@ def fold(epilogue: Epilogue, a: float, like: Tensor, channels: int) -> Epilogue:
 
 
 def finish(y: Tensor, epilogue: Epilogue, axis: int = 1) -> Tensor:
-    """relu?(y * scale[o] + shift[o] + residual), rounded after each operation, in that order: so does every kernel.
+    """relu?(y * scale[o] + shift[o] + residual), rounded after each operation, in that order, as in every kernel.
 
-    The outputs o lie along the axis: 1 in images, -1 in what a linear layer gives.
+    The outputs o lie along the axis.
     """
     scale, shift, residual, relu = epilogue
     shape = [1] * y.dim()

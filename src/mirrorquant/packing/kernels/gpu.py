@@ -1,11 +1,11 @@
-"""Packed linear layers on an NVIDIA GPU: bits are unpacked in registers, so that a small batch reads 1 bit a weight.
+"""Packed linear layers on an NVIDIA GPU: bits are unpacked in registers, so that a small batch reads 1 bit per weight.
 
 With few rows a linear layer takes as long as reading its weights. The Triton kernels read the bit planes, make +-1 of
-them in registers and multiply: in float32, or for more rows of bfloat16 on tensor cores.
-More rows than ``FEW_ROWS``: the weights are unpacked once a call, and cuBLAS multiplies.
+them in registers and multiply: in float32, or for more rows of bfloat16 on tensor cores. For more rows than
+``FEW_ROWS`` each call unpacks the weights, and cuBLAS multiplies.
 
 The layout: int32 words [plane, O, chunk, 16]; bit j of word w of a chunk belongs to input 512 chunk + 16 j + w, so that
-the 16 inputs that a tensor-core step takes are neighbours. A set bit is +1; three levels are the mean of two planes.
+the 16 inputs of a tensor-core step are neighbors. A set bit is +1; three levels are the mean of two planes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mirrorquant.packing.kernels import fallback
 from mirrorquant.packing.kernels.layer import Epilogue, Geometry
-from mirrorquant.packing.kernels.layout import HEADER_BYTES, Header
+from mirrorquant.packing.kernels.prepared import HEADER_BYTES, with_header
 
 __all__ = ["FEW_ROWS", "is_gpu", "linear", "prepare", "serves", "unpack"]
 
@@ -40,19 +40,17 @@ def serves(shape: Sequence[int], levels: Sequence[float], device: torch.device) 
 def prepare(codes: Tensor, levels: Sequence[float]) -> Tensor:
     """Level indices [O, K] as bit planes, after a header."""
     outputs, inputs = codes.shape
-    words = _words(outputs, inputs, len(levels))
-    header = Header("gpu", len(levels), (outputs, inputs, 1, 1), 1, HEADER_BYTES + 4 * words)
     padded = torch.nn.functional.pad(codes, (0, -inputs % _CHUNK))
     planes = torch.stack([padded > plane for plane in range(len(levels) - 1)])
     bits = planes.view(len(planes), outputs, -1, 32, _WORDS).to(torch.int32)
     weights = (bits << torch.arange(32, dtype=torch.int32, device=codes.device)[:, None]).sum(-2, dtype=torch.int32)
-    start = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8).to(codes.device)
-    return torch.cat([start, weights.reshape(-1).view(torch.uint8)])
+    return with_header("gpu", weights.reshape(-1).view(torch.uint8), codes.shape, 1, len(levels))
 
 
 def is_gpu(prepared: Tensor, shape: Sequence[int], levels: Sequence[float]) -> bool:
     """Whether a prepared weight has this layout: by its size, since reading its header would wait for the GPU."""
-    return len(shape) == 2 and prepared.numel() == HEADER_BYTES + 4 * _words(shape[0], shape[1], len(levels))
+    words = (len(levels) - 1) * shape[0] * math.ceil(shape[1] / _CHUNK) * _WORDS
+    return len(shape) == 2 and prepared.numel() == HEADER_BYTES + 4 * words
 
 
 def unpack(prepared: Tensor, shape: Sequence[int], levels: Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -75,10 +73,6 @@ def linear(x: Tensor, prepared: Tensor, geometry: Geometry, epilogue: Epilogue) 
     y = x.new_empty((*x.shape[:-1], shape[0]))
     _few_rows(x.contiguous(), prepared, geometry, unit[0], epilogue, y)
     return y
-
-
-def _words(outputs: int, inputs: int, levels: int) -> int:
-    return (levels - 1) * outputs * math.ceil(inputs / _CHUNK) * _WORDS
 
 
 def _few_rows(x: Tensor, prepared: Tensor, geometry: Geometry, a: float, epilogue: Epilogue, y: Tensor) -> None:

@@ -1,4 +1,9 @@
-"""What every kernel is called with: the geometry of a layer, and the epilogue of a call."""
+"""The arguments of every kernel, checked: the geometry of a layer, the epilogue of a call, and tensors in memory.
+
+Kernels get an address and a size. A tensor can promise memory that is not there (a freed or shrunk storage, zeros
+without memory, a wrapper around other tensors) or mean something else than its bytes say (a negated view). ``admit``
+resolves such a tensor into a plain one, or raises a ``ValueError`` that names it.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Epilogue", "Geometry"]
+__all__ = ["Epilogue", "Geometry", "admit", "operands", "refuse_gradient"]
+
+_OPERANDS = ("scale", "shift", "residual")
+_SHAPES = {2: "linear needs [O, K]", 4: "conv2d needs [O, C/groups, kh, kw]"}
 
 
 class Geometry(NamedTuple):
-    """A layer apart from its numbers: the weight's shape, its levels, what it meets, and the window of a convolution.
+    """A layer apart from its numbers: the weight's shape, its levels, the activation, and a convolution's window.
 
     >>> Geometry((8, 4), (-1.0, 1.0)).activation
     'float32'
@@ -28,48 +36,52 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, *values: Any) -> Geometry:
-        """From values that may be lists."""
+        """From values that may be lists: the first three of a linear layer, all of a convolution."""
         fields: list[Any] = [value if isinstance(value, (str, int)) else tuple(value) for value in values]
+        dimensions = 2 if len(fields) == 3 else 4
+        if len(fields[0]) != dimensions:
+            raise ValueError(f"the weight's shape is {list(fields[0])}, but {_SHAPES[dimensions]}")
         return cls(*fields)
 
-    def conv2d_size(self, x: Tensor) -> tuple[int, ...]:
-        """The size of a convolution's result, or an error that names the argument that does not fit."""
-        shape, padding = self.shape, self.padding
-        if self.activation not in ("float32", "binary"):
-            raise ValueError(f'activation is {self.activation!r}, but conv2d takes "float32" or "binary"')
-        if len(shape) != 4 or x.dim() != 4 or not x.is_floating_point():
-            raise ValueError(
-                f"x is {x.dim()}-D {x.dtype} and the weight's shape {list(shape)}, but conv2d needs a floating-point"
-                " [N, C, H, W] and [O, C/groups, kh, kw]"
-            )
-        for name, pair in (("stride", self.stride), ("padding", padding), ("dilation", self.dilation)):
+    @property
+    def axis(self) -> int:
+        """The axis of the outputs: 1 in images, -1 in the result of a linear layer."""
+        return 1 if len(self.shape) == 4 else -1
+
+    def size(self, x: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+        """The size of the result for an input of this size, or an error that names the argument that does not fit."""
+        linear = len(self.shape) == 2
+        known = ("float32", "binary", "int8") if linear else ("float32", "binary")
+        if self.activation not in known:
+            raise ValueError(f"activation is {self.activation!r}, but this layer takes one of {', '.join(known)}")
+        if not dtype.is_floating_point or (not x if linear else len(x) != 4):
+            needs = "[..., K]" if linear else "[N, C, H, W]"
+            raise ValueError(f"x is {len(x)}-D {dtype}, but this layer needs a floating-point {needs}")
+        if not linear:
+            return x[0], self.shape[0], *self._window(x)
+        if x[-1] != self.shape[1]:
+            raise ValueError(f"x is {list(x)}, but for a weight of {list(self.shape)} its rows need {self.shape[1]}")
+        return *x[:-1], self.shape[0]
+
+    def _window(self, x: Sequence[int]) -> tuple[int, int]:
+        """The height and width of a convolution's result."""
+        shape, pairs = self.shape, {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
+        for name, pair in pairs.items():
             if len(pair) != 2 or min(pair) < (name != "padding"):
                 raise ValueError(f"{name} is {list(pair)}, but it must be two numbers from {int(name != 'padding')} up")
-        if self.groups < 1 or x.shape[1] != shape[1] * self.groups or shape[0] % self.groups:
+        if self.groups < 1 or x[1] != shape[1] * self.groups or shape[0] % self.groups:
             raise ValueError(
-                f"x has {x.shape[1]} channels and the weight's shape is {list(shape)} with {self.groups} groups, but x"
+                f"x has {x[1]} channels and the weight's shape is {list(shape)} with {self.groups} groups, but x"
                 f" needs {shape[1]} * {self.groups} channels, and groups must divide the {shape[0]} output channels"
             )
-        spans = [d * (k - 1) + 1 for d, k in zip(self.dilation, shape[2:], strict=True)]
-        sizes = zip(x.shape[2:], padding, spans, self.stride, strict=True)
-        height, width = ((n + 2 * pad - span) // step + 1 for n, pad, span, step in sizes)
+        axes = zip(x[2:], shape[2:], self.stride, self.padding, self.dilation, strict=True)
+        height, width = ((n + 2 * pad - d * (k - 1) - 1) // step + 1 for n, k, step, pad, d in axes)
         if height < 1 or width < 1:
             raise ValueError(
-                f"x is {list(x.shape)}, too small for a {shape[2]}x{shape[3]} kernel with padding {list(padding)} and"
+                f"x is {list(x)}, too small for a {shape[2]}x{shape[3]} kernel with padding {list(self.padding)} and"
                 f" dilation {list(self.dilation)}"
             )
-        return x.shape[0], shape[0], height, width
-
-    def linear_size(self, x: Tensor) -> tuple[int, ...]:
-        """The size of a linear layer's result, or an error that names the argument that does not fit."""
-        if self.activation not in ("float32", "binary", "int8"):
-            raise ValueError(f'activation is {self.activation!r}, but linear takes "float32", "binary" or "int8"')
-        if len(self.shape) != 2 or x.dim() < 1 or x.shape[-1] != self.shape[1] or not x.is_floating_point():
-            raise ValueError(
-                f"x is {x.dtype} {list(x.shape)} and the weight's shape {list(self.shape)}, but linear needs a"
-                " floating-point [..., K] and [O, K]"
-            )
-        return (*x.shape[:-1], self.shape[0])
+        return height, width
 
 
 class Epilogue(NamedTuple):
@@ -80,13 +92,75 @@ class Epilogue(NamedTuple):
     residual: Tensor | None = None
     relu: bool = False
 
-    def check(self, x: Tensor, size: Sequence[int], channels: int) -> None:
-        """That scale and shift are float32 [O], and the residual is like the result."""
-        for name, vector in (("scale", self.scale), ("shift", self.shift)):
-            if vector is not None and (vector.dtype != torch.float32 or vector.shape != (channels,)):
-                raise ValueError(f"{name} is {vector.dtype} {list(vector.shape)}, but it must be float32 [{channels}]")
-        residual = self.residual
-        if residual is not None and (residual.dtype != x.dtype or residual.shape != torch.Size(size)):
+    def named(self) -> dict[str, Tensor]:
+        """The tensors that there are, by their names."""
+        return {name: t for name, t in zip(_OPERANDS, self[:3], strict=True) if t is not None}
+
+    def check(self, dtype: torch.dtype, size: tuple[int, ...], channels: int) -> None:
+        """Raises an error unless scale and shift are float32 [O], and the residual is like the result."""
+        for name, tensor in self.named().items():
+            right = (dtype, size) if name == "residual" else (torch.float32, (channels,))
+            if tensor.dtype != right[0] or tensor.shape != right[1]:
+                found = f"{tensor.dtype} {list(tensor.shape)}"
+                raise ValueError(f"{name} is {found}, but it must be {right[0]} {list(right[1])}")
+
+
+def admit(name: str, tensor: Tensor) -> Tensor:
+    """The tensor with its values in memory, where they are said to be.
+
+    >>> x = torch.ones(3)
+    >>> admit("x", torch._neg_view(x)).is_neg()
+    False
+    >>> _ = x.untyped_storage().resize_(0)
+    >>> admit("x", x)
+    Traceback (most recent call last):
+    ValueError: x is torch.float32 [3], but only 0 of the 12 bytes that it needs are in memory: its storage was freed
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise ValueError(
+            f"{name} is {kind}, but kernels take dense tensors: call to_dense() or to_padded_tensor() first"
+        )
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if tensor.numel():
+        try:
+            address, present = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+        except (NotImplementedError, RuntimeError) as error:
+            raise ValueError(f"{name} is a wrapper without memory of its own, but kernels read memory") from error
+        present = present if address else 0
+        needed = _end(tensor) * tensor.element_size()
+        if present < needed:
             raise ValueError(
-                f"residual is {residual.dtype} {list(residual.shape)}, but it must be {x.dtype} {list(size)}"
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, but only {present:,} of the {needed:,} bytes that it"
+                " needs are in memory: its storage was freed"
             )
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def _end(tensor: Tensor) -> int:
+    """The number of elements of its storage that a tensor reaches to."""
+    if tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last):
+        return int(tensor.storage_offset()) + tensor.numel()
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset()) + reach + 1
+
+
+def operands(x: Tensor, prepared: Tensor, epilogue: Epilogue) -> dict[str, Tensor]:
+    """The tensors of a call by their names; raises an error unless all are on the device of x."""
+    found = {"x": x, "prepared": prepared, **epilogue.named()}
+    for name, tensor in found.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is {tensor!r:.40}, but it must be a tensor")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}: move both to one device")
+    return found
+
+
+def refuse_gradient(x: Tensor, epilogue: Epilogue) -> None:
+    """Raises an error where autograd would expect a gradient, which no kernel computes."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in (("x", x), *epilogue.named().items()):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise ValueError(f"{name} requires a gradient, but kernels compute none: call them under torch.no_grad()")

@@ -1,27 +1,108 @@
-"""The compiled kernels: a plain shared library beside this file, loaded with ctypes."""
+"""The compiled kernels, a plain shared library beside this file that ctypes loads, and the path that runs.
+
+The path is the fastest that this processor has, or the one that the variable MIRRORQUANT_KERNELS names.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 from torch import Tensor
 
+from mirrorquant.errors import MirrorquantError
 from mirrorquant.packing.kernels.layer import Epilogue
 
-__all__ = ["BAD_WEIGHT", "Layer", "decode", "paths", "prepare", "reason", "run"]
+__all__ = ["NUMBERS", "KernelsError", "Layer", "active", "available", "decode", "describe", "force", "prepare", "run"]
 
+NUMBERS = {"avx512": 3, "avx2": 2, "portable": 1}  # of the native paths in C
+_ALL = (*NUMBERS, "torch")
 _FILE = Path(__file__).with_name("_kernels.so")
+_VARIABLE = "MIRRORQUANT_KERNELS"
 _ABI = 2  # of csrc/api.c
-_NUMBERS = {"portable": 1, "avx2": 2, "avx512": 3}
-BAD_WEIGHT = 2
+_BAD_WEIGHT = 2
 _ERRORS = {
     1: "the numbers of the layer contradict each other, or are too large",
-    BAD_WEIGHT: "the prepared weight is damaged, or was prepared for another layer",
+    _BAD_WEIGHT: "the prepared weight is damaged, or was prepared for another layer",
     3: "there is not enough memory for the kernel's tables",
     4: "this processor does not have the path",
 }
+_forced: list[str] = []
+
+
+class KernelsError(MirrorquantError, ValueError, RuntimeError):
+    """A path that does not exist, or that cannot run here; the message says which can."""
+
+
+# The path.
+
+
+def available() -> tuple[str, ...]:
+    """The paths that can run here, the fastest first; "torch" is always the last.
+
+    >>> available()[-1]
+    'torch'
+    """
+    library, _ = _load()
+    mask = 0 if library is None else library.mq_paths()
+    return (*(name for name, number in NUMBERS.items() if mask >> number & 1), "torch")
+
+
+def active() -> str:
+    """The path that runs: forced by ``force``, else by the variable MIRRORQUANT_KERNELS, else the fastest.
+
+    The variable is read once, at the first use.
+    """
+    return _forced[-1] if _forced else _default()
+
+
+def describe() -> str:
+    """One line that says which path runs and why."""
+    path = active()
+    if _forced or os.environ.get(_VARIABLE):
+        return f"{path} kernels, forced by {'force()' if _forced else _VARIABLE}; available: {', '.join(available())}"
+    if path == "torch":
+        return f"torch, without native kernels: {_load()[1]}"
+    return f"{path} kernels, the fastest that this processor runs; available: {', '.join(available())}"
+
+
+@contextmanager
+def force(path: str) -> Iterator[None]:
+    """Runs one path inside a ``with`` block, as tests do.
+
+    Native paths share one layout, so weights prepared outside run inside; those prepared for torch stay there.
+
+    >>> with force("torch"):
+    ...     active()
+    'torch'
+    """
+    _forced.append(_checked(path, "the path to force is"))
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+@cache
+def _default() -> str:
+    name = os.environ.get(_VARIABLE)
+    return _checked(name, f"{_VARIABLE} is") if name else available()[0]
+
+
+def _checked(path: str, what: str) -> str:
+    if path not in _ALL:
+        raise KernelsError(f"{what} {path!r}, but it must be one of {', '.join(_ALL)}")
+    if path not in available():
+        why = _load()[1] or "this processor does not have these instructions"
+        raise KernelsError(f"{what} {path!r}, but {why}; choose one of {', '.join(available())}")
+    return path
+
+
+# The library.
 
 
 class Layer(ctypes.Structure):
@@ -29,20 +110,6 @@ class Layer(ctypes.Structure):
 
     _names = "n h w c o kh kw groups oh ow sy sx py px dy dx levels activation relu path threads"
     _fields_ = tuple((name, ctypes.c_int64) for name in _names.split())
-
-
-def paths() -> tuple[str, ...]:
-    """The native paths that were compiled and that this processor runs, the fastest first."""
-    library, _ = _load()
-    if library is None:
-        return ()
-    mask = library.mq_paths()
-    return tuple(name for name in reversed(_NUMBERS) if mask >> _NUMBERS[name] & 1)
-
-
-def reason() -> str:
-    """Why there are no native kernels; empty where there are."""
-    return _load()[1]
 
 
 def prepare(codes: Tensor, shape: tuple[int, int, int, int], groups: int, levels: int) -> Tensor:
@@ -56,30 +123,23 @@ def prepare(codes: Tensor, shape: tuple[int, int, int, int], groups: int, levels
 
 def decode(prepared: Tensor, shape: tuple[int, int, int, int], groups: int, levels: int) -> Tensor:
     """The level indices of a prepared weight, [O, C/groups, kh, kw]."""
-    codes = prepared.new_empty(shape)
-    library = _library()
-    _check(
-        library.mq_decode(prepared.data_ptr(), prepared.numel(), *shape, groups, levels, codes.data_ptr()),
-    )
+    codes, place = prepared.new_empty(shape), (prepared.data_ptr(), prepared.numel())
+    _check(_library().mq_decode(*place, *shape, groups, levels, codes.data_ptr()))
     return codes
 
 
 def run(layer: Layer, x: Tensor, prepared: Tensor, epilogue: Epilogue, y: Tensor) -> bool:
-    """Fill y; False where the prepared weight is not of the native layout, or not for this layer."""
+    """Fills y; False where the prepared weight does not have the native layout, or is not for this layer."""
     places = [None if tensor is None else tensor.data_ptr() for tensor in epilogue[:3]]
-    status: int = _run(layer, x.data_ptr(), prepared.data_ptr(), prepared.numel(), *places, y.data_ptr())
-    if status and status != BAD_WEIGHT:
+    status = _library().mq_run(layer, x.data_ptr(), prepared.data_ptr(), prepared.numel(), *places, y.data_ptr())
+    if status != _BAD_WEIGHT:
         _check(status)
-    return status == 0
-
-
-def number(path: str) -> int:
-    """A path as the kernels know it."""
-    return _NUMBERS[path]
+    return status == 0  # type: ignore[no-any-return]
 
 
 @cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or the reason why there is none."""
     if not _FILE.exists():
         return None, (
             "they were not compiled when mirrorquant was installed, for want of a working C compiler;"
@@ -110,9 +170,4 @@ def _library() -> ctypes.CDLL:
 
 def _check(status: int) -> None:
     if status:
-        raise RuntimeError(f"a native kernel refused: {_ERRORS.get(status, f'status {status}')}")
-
-
-_loaded = _load()[0]
-if _loaded is not None:
-    _run = _loaded.mq_run
+        raise RuntimeError(f"a native kernel failed: {_ERRORS.get(status, f'status {status}')}")

@@ -1,4 +1,14 @@
-"""From level indices to what a kernel reads, and back."""
+"""Prepared weights: level indices laid out for a kernel, after 64 bytes that say for which kernel and layer.
+
+    8 bytes  magic "MQKERN1\0"
+    int32    the layout: 0 torch (float32 weights, then the levels), 1 native (the three parts of csrc/kernels.h),
+             2 gpu (bit planes)
+    int32    the number of levels
+    int64    output channels, input channels per group, kernel height, kernel width, groups, bytes in all
+
+All of it is compared with the layer before anything else is read, so that a damaged or swapped tensor raises an error
+and is never read out of bounds.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +19,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mirrorquant.packing.kernels import fallback, gpu, native
-from mirrorquant.packing.kernels.dispatch import active
-from mirrorquant.packing.kernels.gate import admit
-from mirrorquant.packing.kernels.layout import HEADER_BYTES, Header, check_levels, full_shape, level_bytes, read
+from mirrorquant.levels import Levels
+from mirrorquant.packing.kernels import fallback, native
+from mirrorquant.packing.kernels.layer import Geometry, admit
 
-__all__ = ["check", "is_native", "prepare", "weight"]
+__all__ = ["HEADER_BYTES", "full_shape", "is_native", "is_wide", "level_bytes", "prepare", "weight", "with_header"]
 
-_NATIVE_GROUP = (8, 16)  # channels in and out that a group must have: with fewer, tables cost more than products
-
-
-def is_native(shape: tuple[int, int, int, int], groups: int, levels: Sequence[float]) -> bool:
-    """Whether native kernels run such a layer: two levels or three equidistant ones, and no slender groups."""
-    wide = groups == 1 or (shape[1] >= _NATIVE_GROUP[0] and shape[0] // groups >= _NATIVE_GROUP[1])
-    return wide and fallback.affine(levels) is not None
+HEADER_BYTES = 64
+_LAYOUTS = ("torch", "native", "gpu")
+_MAGIC = b"MQKERN1\0"
+_HEADER = struct.Struct("<8sii6q")
+_LEAST = (8, 16)  # channels in and out that a group must have: with fewer, tables cost more than products
 
 
 def prepare(codes: Tensor, levels: Sequence[float], groups: int = 1) -> Tensor:
     """A weight laid out for the kernels of this machine: an opaque 1-D uint8 tensor that ``conv2d``/``linear`` take.
 
-    All native paths share one layout, of some 5 bits a weight (10 for three levels). Where a layer runs in torch it is
-    the float32 weight itself: level sets that are neither two nor three equidistant levels, depthwise convolutions, and
-    everything where ``active()`` is "torch".
+    All native paths share one layout, of some 5 bits per weight (10 for three levels). Where a layer runs in torch it
+    is the float32 weight itself: level sets that are neither two nor three equidistant levels, depthwise convolutions,
+    and everything where ``active()`` is "torch".
 
     Args:
         codes: uint8 level indices, [O, C/groups, kh, kw] or [O, K].
@@ -42,71 +49,106 @@ def prepare(codes: Tensor, levels: Sequence[float], groups: int = 1) -> Tensor:
         1
     """
     codes = admit("codes", codes)
-    shape = full_shape(codes.shape)
+    shape, end = full_shape(codes.shape), level_bytes(levels)
     if codes.dtype != torch.uint8:
         raise ValueError(f"codes are {codes.dtype}, but level indices must be uint8")
     if codes.is_meta:
         raise ValueError("codes are on meta, without values: prepare the weight on the device that will run it")
-    check_levels(levels)
     if int(codes.max()) >= len(levels):
         raise ValueError(f"codes go up to {int(codes.max())}, but there are {len(levels)} levels: {list(levels)}")
     if groups < 1 or shape[0] % groups:
         raise ValueError(f"groups is {groups}, but it must divide the {shape[0]} output channels")
     codes = codes.contiguous()
-    if codes.device.type == "cpu" and active() != "torch" and is_native(shape, groups, levels):
+    if codes.device.type == "cpu" and native.active() != "torch" and is_native(shape, groups, levels):
         return native.prepare(codes, shape, groups, len(levels))
+    from mirrorquant.packing.kernels import gpu
+
     if gpu.serves(codes.shape, levels, codes.device):
         return gpu.prepare(codes, levels)
-    values = fallback.decode(codes.reshape(-1), levels)
-    header = Header("torch", len(levels), shape, groups, _torch_bytes(shape, levels))
-    start, end = (
-        torch.frombuffer(bytearray(part), dtype=torch.uint8).to(codes.device)
-        for part in (header.pack(), level_bytes(levels))
-    )
-    return torch.cat([start, values.view(torch.uint8), end])
+    values = fallback.decode(codes.reshape(-1), levels).view(torch.uint8)
+    body = torch.cat([values, torch.frombuffer(bytearray(end), dtype=torch.uint8).to(codes.device)])
+    return with_header("torch", body, shape, groups, len(levels))
 
 
-def _torch_bytes(shape: Sequence[int], levels: Sequence[float]) -> int:
-    """A header, the weight, and the levels that it was made with."""
-    return HEADER_BYTES + 4 * math.prod(shape) + 4 * len(levels)
+def is_native(shape: Sequence[int], groups: int, levels: Sequence[float]) -> bool:
+    """Whether native kernels run such a layer: two levels or three equidistant ones, and no slender groups."""
+    return is_wide(shape, groups) and fallback.affine(levels) is not None
 
 
-def check(prepared: Tensor, shape: Sequence[int], levels: Sequence[float], groups: int) -> Header:
-    """The header of a prepared weight that was made for this shape, these levels and these groups, or an error."""
-    header = read(prepared)
-    if header.shape != full_shape(shape) or header.groups != groups or header.levels != len(levels):
+def is_wide(shape: Sequence[int], groups: int) -> bool:
+    """Whether a layer has one group, or groups of at least 8 input and 16 output channels."""
+    return groups == 1 or (shape[1] >= _LEAST[0] and shape[0] // groups >= _LEAST[1])
+
+
+def full_shape(shape: Sequence[int]) -> tuple[int, int, int, int]:
+    """The shape of a convolution's weight; a linear layer is a 1x1 convolution."""
+    if len(shape) not in (2, 4) or min(shape) < 1:
         raise ValueError(
-            f"the weight was prepared for shape {list(header.shape)}, {header.groups} groups, {header.levels} levels,"
-            f" but the layer has shape {list(shape)}, {groups} groups and {len(levels)} levels"
+            f"the weight's shape is {list(shape)}, but kernels take [O, K] (linear) or [O, C/groups, kh, kw] (conv2d),"
+            " each at least 1"
         )
-    return header
+    if math.prod(shape) >= 2**40:
+        raise ValueError(f"the weight's shape is {list(shape)}: that is more than 2^40 weights, surely a mistake")
+    o, c, h, w = map(int, (*shape, 1, 1)[:4])
+    return o, c, h, w
 
 
-def weight(prepared: Tensor, shape: Sequence[int], levels: Sequence[float], groups: int) -> Tensor:
-    """The float32 weight of a prepared one.
+def level_bytes(levels: Sequence[float]) -> bytes:
+    """The levels as float32; raises an error unless these are two or more increasing numbers."""
+    try:
+        content = struct.pack(f"<{len(levels)}f", *levels)
+        Levels(*struct.unpack(f"<{len(levels)}f", content))
+    except (OverflowError, struct.error, TypeError, ValueError) as error:
+        told = f"the levels are {list(levels)}, but they must be two or more increasing float32 numbers"
+        raise ValueError(told) from error
+    return content
+
+
+def with_header(layout: str, body: Tensor, shape: Sequence[int], groups: int, levels: int) -> Tensor:
+    """A prepared weight from the bytes of its body."""
+    start = bytearray(_header(layout, shape, groups, levels, HEADER_BYTES + body.numel()))
+    return torch.cat([torch.frombuffer(start, dtype=torch.uint8).to(body.device), body])
+
+
+def _header(layout: str, shape: Sequence[int], groups: int, levels: int, total: int) -> bytes:
+    return _HEADER.pack(_MAGIC, _LAYOUTS.index(layout), levels, *full_shape(shape), groups, total)
+
+
+def weight(prepared: Tensor, geometry: Geometry) -> Tensor:
+    """The float32 weight of a prepared one; raises an error if that is damaged, or was prepared for another layer.
 
     On a GPU only the size is checked: reading the header would wait for the device, and break CUDA graphs.
     """
     prepared = admit("prepared", prepared)
-    expected = _torch_bytes(shape, levels)
-    if prepared.is_cuda and prepared.dtype == torch.uint8 and prepared.shape == (expected,):
-        return _values(prepared, shape, levels)
-    header = check(prepared, shape, levels, groups)
-    if header.layout == "native":
-        codes = native.decode(prepared.cpu(), header.shape, groups, header.levels)
-        return fallback.decode(codes.to(prepared.device), levels).view(tuple(shape))
-    if header.total != expected:
-        raise ValueError(f"the prepared weight has {header.total} bytes, but its shape {list(shape)} needs {expected}")
-    made = bytes(prepared[expected - 4 * len(levels) :].tolist())
-    if made != level_bytes(levels):
+    shape, levels, groups = geometry.shape, geometry.levels, geometry.groups
+    end = HEADER_BYTES + 4 * math.prod(shape)
+    if prepared.dtype != torch.uint8 or prepared.dim() != 1 or not prepared.is_contiguous():
         raise ValueError(
-            f"the weight was prepared for the levels {list(struct.unpack(f'<{len(levels)}f', made))}, but the layer has"
-            f" {list(levels)}"
+            f"a prepared weight is a contiguous 1-D uint8 tensor, this one is {prepared.dim()}-D {prepared.dtype}:"
+            " make it with mirrorquant.packing.kernels.prepare"
         )
-    return _values(prepared, shape, levels)
-
-
-def _values(prepared: Tensor, shape: Sequence[int], levels: Sequence[float]) -> Tensor:
-    values = prepared[HEADER_BYTES : -4 * len(levels)]
+    right_size = prepared.numel() == end + 4 * len(levels)
+    if not (prepared.is_cuda and right_size):
+        start = bytes(prepared[:HEADER_BYTES].tolist())
+        like = shape, groups, len(levels), prepared.numel()
+        if start == _header("native", *like):
+            codes = native.decode(prepared.cpu(), full_shape(shape), groups, len(levels))
+            return fallback.decode(codes.to(prepared.device), levels).view(shape)
+        if start != _header("torch", *like) or not right_size:
+            raise ValueError(_mismatch(start, geometry))
+        made = bytes(prepared[end:].tolist())
+        if made != level_bytes(levels):
+            found = list(struct.unpack(f"<{len(levels)}f", made))
+            raise ValueError(f"the weight was prepared for the levels {found}, but the layer has {list(levels)}")
+    values = prepared[HEADER_BYTES:end]
     values = values.clone() if values.storage_offset() % 4 else values  # a float32 does not begin at an odd byte
-    return values.view(torch.float32).view(tuple(shape))
+    return values.view(torch.float32).view(shape)
+
+
+def _mismatch(start: bytes, geometry: Geometry) -> str:
+    magic, _, levels, *shape, groups, total = _HEADER.unpack(start.ljust(HEADER_BYTES, b"\0"))
+    wanted = f"shape {list(geometry.shape)}, {geometry.groups} groups and {len(geometry.levels)} levels"
+    if magic != _MAGIC:
+        return f"the prepared weight begins with {magic!r}, not {_MAGIC!r}: it is damaged, prepare it again"
+    found = f"shape {shape}, {groups} groups and {levels} levels, in {total} bytes"
+    return f"the weight was prepared for {found}, but the layer has {wanted}: it is damaged, or of another layer"
