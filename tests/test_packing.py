@@ -151,7 +151,7 @@ def test_a_packed_convolution_is_the_convolution(data):
     layer, x = data.draw(convolutions())
     if drawn(layer, data.draw) is None:
         return
-    packed = PackedConv2d.of(layer)
+    packed = PackedConv2d(layer)
     assert torch.equal(packed.weight, layer.weight)
     y = packed(x)
     assert close_to(y, copy.deepcopy(layer).double()(x.double()), layer, x)
@@ -169,7 +169,7 @@ def test_a_packed_linear_layer_is_the_linear_layer(data):
     if drawn(layer, data.draw) is None:
         return
     x = torch.randn(*shape, layer.in_features)
-    packed = PackedLinear.of(layer)
+    packed = PackedLinear(layer)
     assert close_to(packed(x), copy.deepcopy(layer).double()(x.double()), layer, x)
 
 
@@ -182,7 +182,7 @@ def test_inputs_of_one_size_are_added_up_right(levels):
         layer.weight[0] = 1.0
         layer.weight[1] = -1.0
         for x in (torch.ones(1, inputs), torch.full((3, inputs), -1.213), torch.randn(2, inputs).sign()):
-            assert close_to(PackedLinear.of(layer)(x), copy.deepcopy(layer).double()(x.double()), layer, x)
+            assert close_to(PackedLinear(layer)(x), copy.deepcopy(layer).double()(x.double()), layer, x)
 
 
 @settings(max_examples=30, deadline=None)
@@ -212,7 +212,7 @@ def test_every_float_dtype_goes_in_and_comes_out():
     layer = on_levels(nn.Conv2d(3, 8, 3))
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         x = torch.randn(2, 3, 8, 8).to(dtype)
-        y = PackedConv2d.of(layer)(x)
+        y = PackedConv2d(layer)(x)
         assert y.dtype == dtype
         exact = copy.deepcopy(layer).double()(x.double())
         rounding = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) * (exact.abs() + 2)  # the bias is +-1
@@ -304,7 +304,7 @@ def test_misuse_is_told():
     assert not packed(x).requires_grad
     with pytest.raises(PackError, match=r"no gradient: run them under torch\.no_grad"):
         packed.network.conv1(x)
-    with pytest.raises(PackError, match="expected what mq"):
+    with pytest.raises(PackError, match="expected the result of mq"):
         mq.unpack(network("digitsnet"))
     with pytest.raises(PackError, match="has no Conv2d or Linear layer"):
         mq.pack(nn.Sequential(nn.ReLU()))

@@ -13,15 +13,14 @@ tensor    shape  count  levels           bits  bytes  float because
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from mirrorquant._text import printable
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.packing import Contents, PackedTensor, PackError, file
-from mirrorquant.packing.bits import off_level
+from mirrorquant.packing.bits import count_planes, off_level
 from mirrorquant.packing.metadata import about_of
 from mirrorquant.packing.model import Entry
 
@@ -47,6 +46,17 @@ class Row:
     bytes: int
     float_bytes: int
     why: str
+
+    @classmethod
+    def of(cls, name: str, entry: Entry, why: str = "") -> Row:
+        """The row of a tensor, as a packed file stores it."""
+        shape, count, item = list(entry.shape), entry.shape.numel(), entry.dtype.itemsize
+        if isinstance(entry, PackedTensor):
+            bits, size = count_planes(entry.levels), sum(buffer.nbytes for buffer in entry.buffers())
+            return cls(name, shape, count, bits, list(entry.levels), entry.scale is not None, size, count * item, "")
+        value = off_level(entry, None) if entry.is_floating_point() else None
+        why = why or (f"it is {entry.dtype}" if value is None else f"it contains {value:g}")
+        return cls(name, shape, count, 8 * item, None, False, count * item, count * item, why)
 
 
 @dataclass(frozen=True)
@@ -103,25 +113,13 @@ def summary(what: nn.Module | MirrorDescent | Contents) -> Summary:
         named = {what._names[p]: p for group in what.param_groups for p in group["params"]}
         with what.quantized():
             entries = {name: PackedTensor.of(p) or p.detach().clone() for name, p in named.items()}
-        rows = _rows(entries, {name: what._why.get(p, "") for name, p in named.items()})
+        rows = [Row.of(name, entry, what._why.get(named[name], "")) for name, entry in entries.items()]
         return Summary(rows, sum(row.bytes for row in rows))
     if isinstance(what, Contents):
-        return Summary(_rows(what.entries, {}), what.size)
+        return Summary([Row.of(name, entry) for name, entry in what.entries.items()], what.size)
     if not isinstance(what, nn.Module):
         raise PackError(f"what is a {type(what).__name__}, expected a model, an optimizer or a packed file")
     plain, entries = file.stored(what, finalized=False)
-    reasons = dict.fromkeys((name for name, _ in plain.named_buffers()), "it is a buffer")
-    return Summary(_rows(entries, reasons), len(file.content(plain, entries, about_of(what))))
-
-
-def _rows(entries: Mapping[str, Entry], reasons: Mapping[str, str]) -> list[Row]:
-    rows = []
-    for name, entry in entries.items():
-        why = "" if isinstance(entry, PackedTensor) else reasons.get(name) or _reason(entry)
-        rows.append(Row(**file.row(name, entry), why=why))
-    return rows
-
-
-def _reason(tensor: Tensor) -> str:
-    value = off_level(tensor, None) if tensor.is_floating_point() else None
-    return f"it is {tensor.dtype}" if value is None else f"it contains {value:g}"
+    buffers = dict(plain.named_buffers())
+    rows = [Row.of(name, entry, "it is a buffer" if name in buffers else "") for name, entry in entries.items()]
+    return Summary(rows, len(file.content(plain, entries, about_of(what))))

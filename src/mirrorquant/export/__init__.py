@@ -1,4 +1,4 @@
-"""Export: a finalized model for other runtimes, with its quantized weights at one bit each in their files, too.
+"""Export: a finalized model as a file for other runtimes, still at one bit per quantized weight.
 
 ``torch.export`` traces the network. ``onnx.py`` has torch write it as ONNX and stores the weights on levels as bits;
 ``openvino.py`` makes OpenVINO IR from that, with bit-wise convolutions after binary activations.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mirrorquant.packing.bits import PackedTensor, PackError
 from mirrorquant.packing.file import stored
 from mirrorquant.packing.metadata import about_of, about_text
-from mirrorquant.packing.model import Entry, filled
+from mirrorquant.packing.model import Entry, restored
 
 __all__ = ["FORMATS", "export"]
 
@@ -79,7 +79,7 @@ def export(
     if to == "openvino" and target.suffix != ".xml":
         raise PackError(f"the path is {path}, but that of OpenVINO IR must end in .xml")
     plain, entries = stored(model)
-    network = filled(plain, {name: _whole(entry) for name, entry in entries.items()}).cpu().float()
+    network = restored(plain, entries).cpu().float()
     network.eval().requires_grad_(False)
     packed = _packed(network, entries) if bits else {}
     exported: onnx.OnnxModel | openvino.OpenVinoModel
@@ -88,21 +88,17 @@ def export(
         exported = onnx.OnnxModel(content) if to == "onnx" else openvino.convert(content, packed, text)
         _verify(network, _inputs(3, shape, dtype), exported)
     except Exception as error:
-        told = f"{type(network).__name__} cannot be exported with inputs of {list(shape)}"
-        raise PackError(f"{told}: {reason(error)}") from error
+        problem = f"{type(network).__name__} cannot be exported with inputs of {list(shape)}"
+        raise PackError(f"{problem}: {reason(error)}") from error
     exported.save(target)
 
 
 def reason(error: BaseException) -> str:
-    """The line of a runtime's message that says what is wrong, from the error that caused the others."""
+    """The line of a runtime's message that describes the problem, from the error that caused the others."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if not line.startswith("Exception from ")), type(error).__name__)
-
-
-def _whole(entry: Entry) -> Tensor:
-    return entry.unpack() if isinstance(entry, PackedTensor) else entry.detach().clone()
 
 
 def _packed(network: nn.Module, entries: dict[str, Entry]) -> dict[str, PackedTensor]:

@@ -60,7 +60,7 @@ def convert(program: torch.export.ExportedProgram, packed: Mapping[str, PackedTe
 
 
 def _simplify(model: onnx_ir.Model) -> None:
-    """Folds sizes and small constants, but no tensor of the model; removes what is not read, and all comments."""
+    """Folds sizes and small constants, but no tensor of the model; removes unused nodes and all comments."""
     state = set(model.graph.initializers)
 
     def should_fold(node: onnx_ir.Node) -> bool | None:

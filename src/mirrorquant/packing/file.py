@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, TensorSpec, serialize
@@ -26,18 +28,17 @@ from torch import Tensor, nn
 from mirrorquant import _files, models
 from mirrorquant._version import __version__
 from mirrorquant.levels import Levels
-from mirrorquant.packing.bits import MOST_LEVELS, PackedTensor, PackError, count_planes, layout, unpack_bits
-from mirrorquant.packing.metadata import InvalidError, about_of, check, from_json, to_json, typed
+from mirrorquant.packing.bits import PackedTensor, PackError, count_planes, layout, unpack_bits
+from mirrorquant.packing.metadata import about_of, check, field, from_json, to_json
 from mirrorquant.packing.model import Entry, PackedModel, assemble, entries_of, skeleton, state
 from mirrorquant.select import unwrapped
 
 __all__ = ["Contents", "load", "read", "save"]
 
-FORMAT = 2  # format 1 had the digest in a metadata entry of its own
+FORMAT = 2  # format 1 had the digest in a separate metadata entry
 BITS = "plane j holds bit j of the level's number; one row per output channel; the first weight is in the lowest bit"
 _BLANK = "0" * 64
 _CHECKPOINTS = (b"PK\x03\x04", b"mirrorquant checkpoint ")  # how files of torch.save begin, and a run's old *.mq
-_FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], *, about: dict[str, Any] | None = None) -> None:
@@ -83,13 +84,11 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, fuse: 
         PackError: the file is damaged, was modified, has a newer format, or belongs to another model.
     """
     contents = read(path)
-    try:
+    with _naming(path):
         plain = _build(contents.architecture) if model is None else _emptied(unwrapped(model))
-        entries = contents.entries_for(plain)
-    except InvalidError as error:
-        raise PackError(f"{path}: {error}") from error
+        entries = _matched(contents.entries, plain)
     packed = assemble(plain, entries, fuse=fuse)
-    vars(packed)["about"] = contents.about
+    packed.about = contents.about
     return packed
 
 
@@ -104,15 +103,22 @@ def read(path: str | os.PathLike[str]) -> Contents:
             f"{path} is a checkpoint, not a packed model: 'mirrorquant pack {path}' packs the best.pt of a run, and "
             "torch.load(path, weights_only=True) reads its tensors"
         )
-    try:
+    with _naming(path):
         return _contents(Path(path), content)
-    except InvalidError as error:
+
+
+@contextmanager
+def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Puts the name of the file before the message of an error."""
+    try:
+        yield
+    except PackError as error:
         raise PackError(f"{path}: {error}") from error
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The checked contents of a packed file.
+    """The checked contents of a packed file, of which :func:`mirrorquant.summary` makes a table.
 
     ``sha256`` is the digest of the whole file, as sha256sum prints it; ``about`` is the writer's metadata;
     ``architecture`` is the name and the options of one of this library's models, or None; ``entries`` has each tensor
@@ -126,34 +132,6 @@ class Contents:
     architecture: dict[str, Any] | None
     about: dict[str, Any]
     entries: dict[str, Entry]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Name, shape, levels, bits and bytes of each tensor of the model."""
-        return [row(name, entry) for name, entry in self.entries.items()]
-
-    def entries_for(self, plain: nn.Module) -> dict[str, Entry]:
-        """The tensors in the order of a model; names, shapes and dtypes must be those of the model."""
-        wanted = dict(state(plain))
-        for name in sorted(self.entries.keys() ^ wanted.keys()):
-            where = "the file has, and the model lacks" if name in self.entries else "the model has, and the file lacks"
-            raise InvalidError(f"it belongs to another model than {type(plain).__name__}: {where}, {name}")
-        for name, tensor in wanted.items():
-            found, expected = self.entries[name], list(tensor.shape)
-            same = list(found.shape) == expected
-            check(same, f"{name} has the shape {list(found.shape)}, but the model's is {expected}")
-            check(found.dtype == tensor.dtype, f"{name} is {found.dtype}, but the model's is {tensor.dtype}")
-        return {name: self.entries[name] for name in wanted}
-
-
-def row(name: str, entry: Entry) -> dict[str, Any]:
-    """Name, shape, levels, bits and bytes of a tensor, as a packed file stores it."""
-    count, item = entry.shape.numel(), entry.dtype.itemsize
-    bits, levels, scaled, size = 8 * item, None, False, count * item
-    if isinstance(entry, PackedTensor):
-        bits, levels, scaled = count_planes(entry.levels), list(entry.levels), entry.scale is not None
-        size = sum(buffer.nbytes for buffer in entry.buffers())
-    told = {"name": name, "shape": list(entry.shape), "count": count, "bits": bits, "levels": levels}
-    return {**told, "scaled": scaled, "bytes": size, "float_bytes": count * item}
 
 
 # Writing.
@@ -196,9 +174,9 @@ def content(plain: nn.Module, entries: dict[str, Entry], about: dict[str, Any]) 
                 raise PackError(f"{name} has a scale, but {name}.scale is taken by another tensor of the model")
             tensors[f"{name}.scale"] = entry.scale.to(entry.dtype)
             packed[name]["scale"] = f"{name}.scale"
-    told: dict[str, Any] = {"sha256": _BLANK, "format": FORMAT, "library": __version__}
-    told |= {"architecture": _identified(plain), "bits": BITS, "packed": packed, "about": about}
-    return _container(tensors, to_json(told))
+    description: dict[str, Any] = {"sha256": _BLANK, "format": FORMAT, "library": __version__}
+    description |= {"architecture": _identified(plain), "bits": BITS, "packed": packed, "about": about}
+    return _container(tensors, to_json(description))
 
 
 def _identified(plain: nn.Module) -> dict[str, Any] | None:
@@ -230,81 +208,65 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _contents(path: Path, content: bytes) -> Contents:
     header = from_json(content[8 : 8 + int.from_bytes(content[:8], "little")], "header")
-    metadata = typed(header.get("__metadata__", {}), dict, "metadata")
-    check("mirrorquant" in metadata, "it is a safetensors file, but not a packed model, which mq.save writes")
-    told = from_json(typed(metadata["mirrorquant"], str, "description"), "description")
-    digest = told.get("sha256", metadata.get("sha256"))
+    metadata = field({"__metadata__": {}, **header}, "__metadata__", "its header")
+    text = metadata.get("mirrorquant")
+    check(isinstance(text, str), "it is a safetensors file, but not a packed model, which mq.save writes")
+    description = from_json(text, "description")
+    digest = description.get("sha256", metadata.get("sha256"))
     before, _, after = content.partition(str(digest or None).encode())
     found = hashlib.sha256(before + _BLANK.encode() + after).hexdigest()
     check(found == digest, "it is damaged or was modified: its SHA-256 does not match its content")
-    version = told.get("format")
+    version = description.get("format")
     known = type(version) is int and 1 <= version <= FORMAT
     check(known, f"its format is {version!r:.60}, but mirrorquant {__version__} reads formats up to {FORMAT}")
     try:
         tensors = container.load(content)
     except (SafetensorError, KeyError, AssertionError) as error:
-        raise InvalidError(f"safetensors cannot read it ({error})") from error
-    entries: dict[str, Entry] = {}
-    for name, value in typed(told.get("packed"), dict, "packed").items():
-        entries[name] = _packed(name, typed(value, dict, name), tensors)
-    scales = {f"{name}.scale" for name, entry in entries.items() if cast(PackedTensor, entry).scale is not None}
+        raise PackError(f"safetensors cannot read it ({error})") from error
+    packed = field(description, "packed", "its description")
+    entries: dict[str, Entry] = {name: _packed(name, entry, tensors) for name, entry in packed.items()}
+    scales = {f"{name}.scale" for name, entry in packed.items() if "scale" in entry}
     for name in (name for name in header if name in tensors.keys() - entries - scales):
         entries[name] = tensors[name]
         flags = tensors[name].view(torch.uint8) if tensors[name].dtype == torch.bool else torch.empty(0)
         check(not bool((flags > 1).any()), f"{name} is boolean, but holds other bytes than 0 and 1")
+    architecture = description.get("architecture")
+    if architecture is not None:
+        check(isinstance(architecture, dict), f"its architecture is {architecture!r:.60}, expected an object")
+        architecture = {key: field(architecture, key, "its architecture") for key in ("name", "options", "dtype")}
     return Contents(
         path=path,
         size=len(content),
         sha256=hashlib.sha256(content).hexdigest(),
-        library=typed(told.get("library"), str, "library"),
-        architecture=_architecture(told.get("architecture")),
-        about=typed(told.get("about"), dict, "about"),
+        library=field(description, "library", "its description"),
+        architecture=architecture,
+        about=field(description, "about", "its description"),
         entries=entries,
     )
 
 
 def _packed(name: str, entry: dict[str, Any], tensors: dict[str, Tensor]) -> PackedTensor:
     """A tensor from its bits, after its description was checked against them."""
-    shape, numbers, dtype = entry.get("shape"), entry.get("levels"), _float_dtype(entry.get("dtype"), name)
-    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape) or len(shape) > 16:
-        raise InvalidError(f"the shape of {name} is {shape!r:.60}, expected a list of sizes")
-    if not isinstance(numbers, list) or not all(type(n) in (int, float) for n in numbers) or len(numbers) > MOST_LEVELS:
-        raise InvalidError(f"the levels of {name} are {numbers!r:.60}, expected 2 to {MOST_LEVELS} numbers")
+    shape, numbers, dtype = (field(entry, key, name) for key in ("shape", "levels", "dtype"))
+    dtype = getattr(torch, dtype)
     try:
         levels = Levels(*numbers)
     except (ValueError, OverflowError) as error:
-        raise InvalidError(f"{name}: {error}") from error
+        raise PackError(f"{name}: {error}") from error
     exact = torch.tensor(levels, dtype=dtype).tolist() == list(levels)
-    check(exact, f"the levels of {name} are {numbers!r:.60}, which {dtype} cannot hold")
+    check(exact, f"{name}: levels are {numbers!r:.60}, which {dtype} cannot hold")
     rows, row = layout(shape)
-    planes, expected = tensors.get(name), (count_planes(levels), rows, -(-row // 8))
-    if planes is None or planes.dtype != torch.uint8 or planes.shape != expected:
-        raise InvalidError(f"the bits of {name} are missing, or not U8 {list(expected)}")
+    planes, scale = tensors.get(name, torch.empty(0)), tensors.get(f"{name}.scale") if "scale" in entry else None
+    expected = (count_planes(levels), rows, -(-row // 8))
+    right = planes.dtype == torch.uint8 and planes.shape == expected
+    check(right, f"the bits of {name} are missing, or not U8 {list(expected)}")
     codes = unpack_bits(planes, 8 * planes.shape[2])
     check(not bool((codes[:, row:] != 0).any()), f"{name} has bits beyond the end of a row")
     most = int(codes.max()) if codes.numel() else 0
     check(most < len(levels), f"{name} has level number {most}, but only {len(levels)} levels")
-    scale = tensors.get(f"{name}.scale") if "scale" in entry else None
-    if "scale" in entry and (scale is None or scale.dtype != dtype or scale.shape not in ((1,), (rows,))):
-        raise InvalidError(f"the scale of {name} is missing, or not {dtype} [{rows}]")
+    right = scale is not None and scale.dtype == dtype and scale.shape in ((1,), (rows,))
+    check(right or "scale" not in entry, f"the scale of {name} is missing, or not {dtype} [{rows}]")
     return PackedTensor(planes, shape, levels, scale, dtype)
-
-
-def _float_dtype(name: Any, what: str) -> torch.dtype:
-    check(name in _FLOATS, f"{what} is {name!r:.60}, expected one of {', '.join(_FLOATS)}")
-    return cast(torch.dtype, getattr(torch, name))
-
-
-def _architecture(value: Any) -> dict[str, Any] | None:
-    if value is None:
-        return None
-    entry = typed(value, dict, "architecture")
-    name, options = entry.get("name"), typed(entry.get("options"), dict, "architecture's options")
-    check(name in models.names(), f"its architecture is {name!r:.60}, expected one of {', '.join(models.names())}")
-    right = all(type(n) is bool or (type(n) is int and 0 < n < 1 << 31) for n in options.values())
-    check(right, f"its architecture has the options {options!r:.60}, expected sizes and switches")
-    _float_dtype(entry.get("dtype"), "its architecture")
-    return {"name": name, "options": options, "dtype": entry["dtype"]}
 
 
 # Models.
@@ -313,21 +275,33 @@ def _architecture(value: Any) -> dict[str, Any] | None:
 def _build(architecture: dict[str, Any] | None) -> nn.Module:
     """A model of this library on the meta device, where a wrong size takes no memory."""
     if architecture is None:
-        raise InvalidError("it holds a model that is not from this library: pass one of the same structure, model=...")
+        raise PackError("it holds a model that is not from this library: pass one of the same structure, model=...")
     name, options = architecture["name"], architecture["options"]
     try:
         with torch.device("meta"):
             return models.build(name, **options).to(getattr(torch, architecture["dtype"]))
     except (RuntimeError, ValueError, TypeError, ArithmeticError) as error:
-        raise InvalidError(f"{name} cannot be built with {options} ({str(error).splitlines()[0]:.200})") from error
+        raise PackError(f"{name} cannot be built with {options} ({str(error).splitlines()[0]:.200})") from error
 
 
 def _emptied(model: nn.Module) -> nn.Module:
     """A custom model without its numbers, except for buffers that are never saved."""
-    if not isinstance(model, nn.Module):
-        raise PackError(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
+    check(isinstance(model, nn.Module), f"the model is a {type(model).__name__}, expected a torch.nn.Module")
     saved = dict(state(model))
     for name, buffer in model.named_buffers():
         known = name in saved or not buffer.is_meta
         check(known, f"{name} is a buffer that is not saved and has no numbers: build the model on a real device")
     return skeleton(model)
+
+
+def _matched(entries: dict[str, Entry], plain: nn.Module) -> dict[str, Entry]:
+    """The tensors in the order of a model; names, shapes and dtypes must be those of the model."""
+    wanted = dict(state(plain))
+    for name in sorted(entries.keys() ^ wanted.keys()):
+        where = "the file has, and the model lacks" if name in entries else "the model has, and the file lacks"
+        raise PackError(f"it belongs to another model than {type(plain).__name__}: {where}, {name}")
+    for name, tensor in wanted.items():
+        found, expected = entries[name], list(tensor.shape)
+        check(list(found.shape) == expected, f"{name} has the shape {list(found.shape)}, but the model's is {expected}")
+        check(found.dtype == tensor.dtype, f"{name} is {found.dtype}, but the model's is {tensor.dtype}")
+    return {name: entries[name] for name in wanted}

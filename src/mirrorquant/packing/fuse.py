@@ -1,8 +1,8 @@
 """Fusion: packed layers that do the work of their neighbors, too: sign -> layer -> batch norm -> addition -> ReLU.
 
-``torch.compile`` traces a network at its first call, and its guards notice whatever changes afterwards. AOTAutograd
-turns what was traced into graphs of ATen operators that change nothing in place, so that a layer can be computed where
-its last neighbor was, and images can lie in memory the way that the kernels prefer.
+``torch.compile`` traces a network at its first call, and its guards notice all later changes. AOTAutograd turns the
+trace into graphs of ATen operators that change nothing in place, so that a layer can be computed in the place of its
+last neighbor, with images in the memory layout that the kernels prefer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def compiled(network: nn.Module) -> Callable[..., Any]:
         now: list[Any] = [tuple(some) for some in hooks if some]  # and methods: torch has no guards for these two
         now += [value for kind in kinds for value in vars(kind).values() if type(value) is types.FunctionType]
         if run is None or now != before:
-            code = _call.__code__.replace(co_name=f"packed_{next(_numbers)}")  # with which torch keeps what it compiled
+            code = _call.__code__.replace(co_name=f"packed_{next(_numbers)}")  # the key of torch's compiled code
             run, before = torch.compile(types.FunctionType(code, globals()), backend=_backend()), now
         return run(network, inputs, options)
 
@@ -72,7 +72,7 @@ def _backend() -> Callable[..., Any]:
     def backend(module: fx.GraphModule, inputs: Any) -> Any:
         for node in list(module.graph.nodes):
             if node.target in _DROPOUTS and node.kwargs.get("training", (*node.args, True, True)[2]) is False:
-                node.replace_all_uses_with(node.args[0])  # which is what it returns, but AOTAutograd makes a copy
+                node.replace_all_uses_with(node.args[0])  # its result, of which AOTAutograd would make a copy
                 module.graph.erase_node(node)
         module.recompile()
         return functional(module, inputs)
@@ -186,7 +186,7 @@ def _added_to(node: fx.Node) -> Any:
 
 
 def _minds_layout(node: fx.Node) -> bool:
-    """Whether the result depends on how the inputs lie in memory: strides, or the order in which noise is drawn."""
+    """Whether the result depends on the memory layout of the inputs: strides, or the order in which noise is drawn."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     known = node.target.namespace in ("aten", "prims", "mirrorquant") and node.target not in _STRIDED
@@ -194,7 +194,7 @@ def _minds_layout(node: fx.Node) -> bool:
 
 
 def _keep_layout_of_outputs(graph: fx.Graph) -> None:
-    """Has the outputs lie in memory as they were traced, and show the same memory where they did."""
+    """Gives the outputs the memory layout of the trace, and shared memory where they shared it."""
     owners: dict[int, fx.Node] = {}
     shown: dict[fx.Node, list[fx.Node]] = {}
     output = next(iter(reversed(graph.nodes)))
@@ -216,13 +216,10 @@ def _laid_out(graph: fx.Graph, source: fx.Node, place: fx.Node) -> fx.Node:
     value = source.meta.get("val")
     if source.op == "placeholder" or not isinstance(value, Tensor) or value.dim() < 2:
         return source
+    strides = value.stride()
+    order = sorted(range(value.dim()), key=lambda d: (-strides[d], d))
     with graph.inserting_before(place):
-        if value.is_contiguous():
-            found = graph.call_method("contiguous", (source,))
-        else:
-            strides = value.stride()
-            order = sorted(range(value.dim()), key=lambda d: (-strides[d], d))
-            found = graph.call_function(_ordered, (source, tuple(order)))
+        found = graph.call_function(_ordered, (source, tuple(order)))
     found.meta = source.meta
     return found
 

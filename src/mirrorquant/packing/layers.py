@@ -8,7 +8,7 @@ read is made from them when the layer is built, moved or loaded, and is not part
 >>> from mirrorquant.packing import PackedLinear
 >>> layer = nn.Linear(100, 3)
 >>> _ = layer.weight.data.sign_()
->>> packed = PackedLinear.of(layer)
+>>> packed = PackedLinear(layer)
 >>> packed.weight_bits.planes.shape                    # 100 weights are 13 bytes
 torch.Size([1, 3, 13])
 >>> x = torch.randn(2, 100)
@@ -21,7 +21,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -30,15 +30,15 @@ from torch._prims_common import suggest_memory_format
 
 from mirrorquant.packing import kernels
 from mirrorquant.packing.bits import PackedTensor, PackError
+from mirrorquant.packing.kernels.prepared import is_wide
 
 __all__ = ["PackedConv2d", "PackedLinear", "bits_pay"]
 
 _FEWEST_WEIGHTS = 1 << 16  # of a linear layer: 256 x 256
-_FEWEST_CHANNELS = (8, 16)  # that go into a group of a convolution, and come out
 
 
 def bits_pay(layer: nn.Conv2d | nn.Linear) -> bool:
-    """Whether a layer is faster on bits than on floats: all are but small linear layers and depthwise convolutions.
+    """Whether a layer is faster on bits than on floats: all except small linear layers and depthwise convolutions.
 
     A linear layer is small below 65,536 weights; a convolution counts as depthwise if it has groups of fewer than 8
     input or 16 output channels.
@@ -50,14 +50,14 @@ def bits_pay(layer: nn.Conv2d | nn.Linear) -> bool:
     """
     if isinstance(layer, nn.Linear):
         return layer.weight.numel() >= _FEWEST_WEIGHTS
-    channels = layer.in_channels // layer.groups, layer.out_channels // layer.groups
-    return layer.groups == 1 or all(n >= least for n, least in zip(channels, _FEWEST_CHANNELS, strict=True))
+    return is_wide(layer.weight.shape, layer.groups)
 
 
 class _PackedLayer(nn.Module):
-    """What the two have in common: bits, a bias, and the scale and shift of the kernels' last step.
+    """The base of both: bits, a bias, and the scale and shift of the kernels' last step.
 
-    A layer with ``floats`` computes with floats, which it unpacks once; its state is bits all the same.
+    It has the tensors of the layer, or those that are given in place of them. With ``floats`` it computes with floats,
+    which it unpacks once; its state is bits all the same.
     """
 
     prepared: Tensor
@@ -65,40 +65,46 @@ class _PackedLayer(nn.Module):
     shift: Tensor | None
     bias_float: Tensor | None
     activation = "float32"
-    floats = False
     groups = 1
+    _options: tuple[str, ...]  # of the layer
 
-    def __init__(self, weight: PackedTensor, bias: PackedTensor | Tensor | None) -> None:
+    def __init__(
+        self,
+        layer: nn.Conv2d | nn.Linear,
+        weight: PackedTensor | None = None,
+        bias: PackedTensor | Tensor | None = None,
+        *,
+        floats: bool = False,
+    ) -> None:
         super().__init__()
-        self.weight_bits, self.shape, self.levels = weight, tuple(weight.shape), tuple(weight.levels)
+        if weight is None:
+            weight, bias = _tensors(layer)
+        for name in self._options:
+            setattr(self, name, getattr(layer, name))
+        self.weight_bits, self.shape, self.floats = weight, tuple(weight.shape), floats
         self.bias_bits = bias if isinstance(bias, PackedTensor) else None
         self.register_buffer("bias_float", bias if isinstance(bias, Tensor) else None)
         for name in ("prepared", "gain", "shift"):
             self.register_buffer(name, None, persistent=False)
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
-        self._unpacked: dict[str, tuple[Tensor, int | None]] = {}
+        self._refresh()
 
-    def _prepare(self) -> None:
-        """Lays the weight out as the kernels read it."""
+    def _refresh(self) -> None:
+        """Lays the weight out as the kernels read it, and makes scale and shift from the state."""
+        self._unpacked: dict[str, tuple[Tensor, int | None]] = {}
         self.levels = tuple(self.weight_bits.levels)
         if self.weight_bits.planes.device.type != "meta":
             self.prepared = kernels.prepare(self.weight_bits.codes(), self.levels, self.groups)
-
-    def refresh(self) -> None:
-        """Makes scale and shift from the state again."""
-        self._unpacked = {}
-        if self.weight_bits.planes.device.type != "meta":
             self.gain, self.shift = self._vector(self.weight_bits.scale), self._vector(self.bias)
             if self.floats:
                 self._floats("weight", self.weight_bits)
 
-    def use_floats(self) -> None:
-        """Has the layer compute with floats from now on."""
-        self.floats = True
-        self.refresh()
-
     def _vector(self, value: Tensor | None) -> Tensor | None:
-        return None if value is None else value.float().expand(self.weight_bits.shape[0]).contiguous()
+        return None if value is None else value.float().expand(self.shape[0]).contiguous()
+
+    def entries(self) -> dict[str, PackedTensor | Tensor | None]:
+        """Weight and bias, as bits or as they are."""
+        return {"weight": self.weight_bits, "bias": self.bias_float if self.bias_bits is None else self.bias_bits}
 
     @property
     def weight(self) -> Tensor:
@@ -121,61 +127,29 @@ class _PackedLayer(nn.Module):
         bias = self.bias
         return self.weight.to(dtype), None if bias is None else bias.to(dtype)
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> _PackedLayer:
-        bits = self.weight_bits
-        before = bits.planes.device, bits.levels
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if (bits.planes.device, bits.levels) != before:
-            self._prepare()
-        self.refresh()
+        self._refresh()
         return self
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation}{', computed with floats' if self.floats else ''}"
+        options = "".join(f"{name}={getattr(self, name)}, " for name in self._options)
+        return f"{options}activation={self.activation}{', computed with floats' if self.floats else ''}"
 
 
 class PackedConv2d(_PackedLayer):
     """A ``Conv2d`` on bits."""
 
-    channels_last = False  # as the weight was
+    stride: tuple[int, int]
+    padding: tuple[int, int] | str
+    dilation: tuple[int, int]
+    kernel_size: tuple[int, int]
+    padding_mode: str
+    _options = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 
-    def __init__(
-        self,
-        weight: PackedTensor,
-        bias: PackedTensor | Tensor | None = None,
-        *,
-        stride: tuple[int, int] = (1, 1),
-        padding: tuple[int, int] | str = (0, 0),
-        dilation: tuple[int, int] = (1, 1),
-        groups: int = 1,
-        padding_mode: str = "zeros",
-    ) -> None:
-        super().__init__(weight, bias)
-        self.stride, self.dilation, self.groups = stride, dilation, groups
-        self.padding, self.padding_mode = padding, padding_mode
-        self.out_channels, self.in_channels = weight.shape[0], weight.shape[1] * groups
-        self.kernel_size = tuple(weight.shape[2:])
-        self._prepare()
-        self.refresh()
-
-    @classmethod
-    def of(
-        cls, layer: nn.Conv2d, weight: PackedTensor | None = None, bias: PackedTensor | Tensor | None = None
-    ) -> PackedConv2d:
-        """The packed form of a layer: its own tensors, or these in place of them."""
-        if weight is None:
-            weight, bias = _tensors(layer)
-        packed = cls(
-            weight,
-            bias,
-            stride=cast(tuple[int, int], layer.stride),
-            padding=cast("tuple[int, int] | str", layer.padding),
-            dilation=cast(tuple[int, int], layer.dilation),
-            groups=layer.groups,
-            padding_mode=layer.padding_mode,
-        )
-        packed.channels_last = suggest_memory_format(layer.weight) is torch.channels_last
-        return packed
+    def __init__(self, layer: nn.Conv2d, *tensors: Any, floats: bool = False) -> None:
+        super().__init__(layer, *tensors, floats=floats)
+        self.channels_last = suggest_memory_format(layer.weight) is torch.channels_last
 
     def forward(self, input: Tensor) -> Tensor:
         """The convolution of a batch of images, or of one image, in the memory layout of the result of ``Conv2d``."""
@@ -203,11 +177,6 @@ class PackedConv2d(_PackedLayer):
             groups=self.groups,
         )
 
-    def extra_repr(self) -> str:
-        told = f"stride={self.stride}, padding={self.padding}, dilation={self.dilation}, groups={self.groups}"
-        mode = f", padding_mode={self.padding_mode}" if self.padding_mode != "zeros" else ""
-        return f"{told}{mode}, {super().extra_repr()}"
-
 
 class PackedLinear(_PackedLayer):
     """A ``Linear`` on bits.
@@ -215,26 +184,11 @@ class PackedLinear(_PackedLayer):
     With ``int8`` each row of the input is quantized to 8 bits, which is faster and no longer exact.
     """
 
-    def __init__(self, weight: PackedTensor, bias: PackedTensor | Tensor | None = None, *, int8: bool = False) -> None:
-        super().__init__(weight, bias)
-        self.out_features, self.in_features = weight.shape
-        self.activation = "int8" if int8 else "float32"
-        self._prepare()
-        self.refresh()
+    _options = ("in_features", "out_features")
 
-    @classmethod
-    def of(
-        cls,
-        layer: nn.Linear,
-        weight: PackedTensor | None = None,
-        bias: PackedTensor | Tensor | None = None,
-        *,
-        int8: bool = False,
-    ) -> PackedLinear:
-        """The packed form of a layer: its own tensors, or these in place of them."""
-        if weight is None:
-            weight, bias = _tensors(layer)
-        return cls(weight, bias, int8=int8)
+    def __init__(self, layer: nn.Linear, *tensors: Any, floats: bool = False, int8: bool = False) -> None:
+        super().__init__(layer, *tensors, floats=floats)
+        self.activation = "int8" if int8 else "float32"
 
     def forward(self, input: Tensor) -> Tensor:
         """The product for each row of the input."""
@@ -254,8 +208,7 @@ class PackedLinear(_PackedLayer):
 
 def _after_loading(layer: nn.Module, keys: Any) -> None:
     assert isinstance(layer, _PackedLayer)
-    layer._prepare()
-    layer.refresh()
+    layer._refresh()
 
 
 def _refuse_gradient(x: Tensor) -> None:
@@ -264,7 +217,7 @@ def _refuse_gradient(x: Tensor) -> None:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """How often a tensor was changed; None where nothing counts that."""
+    """How often a tensor was changed; None where torch does not count that."""
     return None if torch.compiler.is_compiling() or tensor.is_inference() else int(tensor._version)
 
 

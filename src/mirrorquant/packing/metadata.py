@@ -3,37 +3,50 @@
 from __future__ import annotations
 
 import json
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
-from mirrorquant.errors import MirrorquantError
-from mirrorquant.packing.bits import PackError
+from mirrorquant import models
+from mirrorquant.packing.bits import MOST_LEVELS, PackError
 from mirrorquant.packing.model import PackedModel
 from mirrorquant.select import unwrapped
 
-__all__ = ["InvalidError", "about_of", "about_text", "check", "from_json", "read_about", "to_json", "typed"]
+__all__ = ["about_of", "about_text", "check", "field", "from_json", "read_about", "to_json"]
 
 _MOST_TEXT = 1 << 24
 _MOST_DEEP = 32
-
-T = TypeVar("T")
-
-
-class InvalidError(MirrorquantError, ValueError):
-    """A problem in a file, for the reader to raise again with the name of the file."""
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def check(right: bool, problem: str) -> None:
     """Raises an error if something is not right."""
     if not right:
-        raise InvalidError(problem)
+        raise PackError(problem)
 
 
-def typed(value: Any, kind: type[T], what: str) -> T:
-    """The value, which must be an object or a string."""
-    if not isinstance(value, kind):
-        raise InvalidError(f"its {what} is {value!r:.60}, expected {'an object' if kind is dict else 'a string'}")
+_FIELDS: dict[str, tuple[type, Callable[[Any], bool], str]] = {  # a type, a test of the value or of its parts, in words
+    "__metadata__": (dict, lambda part: True, "an object"),
+    "about": (dict, lambda part: True, "an object"),
+    "packed": (dict, lambda part: isinstance(part, dict), "an object of objects"),
+    "library": (str, lambda text: True, "a string"),
+    "shape": (list, lambda size: type(size) is int and 0 <= size < 1 << 62, "a list of sizes"),
+    "levels": (list, lambda level: type(level) in (int, float), f"2 to {MOST_LEVELS} numbers"),
+    "dtype": (str, lambda name: name in _FLOATS, f"one of {', '.join(_FLOATS)}"),
+    "name": (str, lambda name: name in models.names(), f"one of {', '.join(models.names())}"),
+    "options": (dict, lambda n: type(n) is bool or (type(n) is int and 0 < n < 1 << 31), "sizes and switches"),
+}
+
+
+def field(values: dict[str, Any], key: str, what: str) -> Any:
+    """A value of an object in JSON; raises an error unless it is right for this field."""
+    kind, is_right, expected = _FIELDS[key]
+    value = values.get(key)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    short = not isinstance(value, list) or len(value) <= MOST_LEVELS
+    right = isinstance(value, kind) and short and all(map(is_right, parts))
+    check(right, f"{what}: {key} is {value!r:.60}, expected {expected}")
     return value
 
 
@@ -48,10 +61,12 @@ def from_json(text: bytes | str, what: str) -> dict[str, Any]:
         content = json.loads(text.decode() if isinstance(text, bytes) else text, object_pairs_hook=unique)
         json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
         depth = _depth(content)
-    except (ValueError, RecursionError) as error:
-        raise InvalidError(f"its {what} is not valid JSON ({error})") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise PackError(f"its {what} is not valid JSON ({error})") from error
     check(depth <= _MOST_DEEP, f"its {what} is nested more than {_MOST_DEEP} deep")
-    return typed(content, dict, what)
+    if not isinstance(content, dict):
+        raise PackError(f"its {what} is {content!r:.60}, expected an object")
+    return content
 
 
 def _depth(content: Any) -> int:
@@ -65,20 +80,18 @@ def to_json(value: dict[str, Any]) -> str:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)
         from_json(text, "text")
     except (TypeError, ValueError, RecursionError) as error:
-        raise PackError(f"about is {value['about']!r}, expected what JSON can hold ({error})") from error
-    if len(text) > _MOST_TEXT:
-        raise PackError(f"the metadata have {len(text):,} characters, but at most {_MOST_TEXT:,} can be stored")
+        raise PackError(f"about is {value['about']!r}, but JSON cannot hold it ({error})") from error
+    check(len(text) <= _MOST_TEXT, f"the metadata have {len(text):,} characters, more than {_MOST_TEXT:,}")
     return text
 
 
 def about_of(model: nn.Module, about: dict[str, Any] | None = None) -> dict[str, Any]:
     """The metadata of a model: the caller's, or else that of the file it was loaded from."""
-    if not isinstance(about, dict | None):
-        raise PackError(f"about is {about!r}, expected a dictionary")
+    check(isinstance(about, dict | None), f"about is {about!r}, expected a dictionary")
     if about is not None:
         return about
     model = unwrapped(model)
-    return dict(vars(model).get("about", {})) if isinstance(model, PackedModel) else {}
+    return dict(model.about) if isinstance(model, PackedModel) else {}
 
 
 def about_text(about: dict[str, Any]) -> str:
@@ -89,6 +102,6 @@ def about_text(about: dict[str, Any]) -> str:
 def read_about(text: str) -> dict[str, Any]:
     """The metadata from a text by ``about_text``; empty if the text is something else."""
     try:
-        return typed(from_json(text, "description").get("about"), dict, "about")
-    except InvalidError:
+        return field(from_json(text, "description"), "about", "its description")  # type: ignore[no-any-return]
+    except PackError:
         return {}

@@ -1,8 +1,8 @@
 """Packed models: a network whose convolution and linear layers run on the bits of their weights.
 
-A packed model keeps the state of the model that it was made from, in bits where that is on levels and unchanged
-elsewhere, so ``unpack`` returns the same model. It runs compiled: each packed layer also does the work of the batch
-norm, the addition and the ReLU that follow it, and of the sign that precedes it.
+A packed model keeps the state of the original model, as bits where it is on levels and unchanged elsewhere, so
+``unpack`` returns the same model. It runs compiled: each packed layer also does the work of the batch norm, the
+addition and the ReLU that follow it, and of the sign that precedes it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from mirrorquant.levels import Levels
 from mirrorquant.packing.bits import PackedTensor, PackError, off_level
 from mirrorquant.packing.fuse import compiled
 from mirrorquant.packing.layers import PackedConv2d, PackedLinear, bits_pay
-from mirrorquant.select import Pattern, _listed, _matching, _names, unwrapped
+from mirrorquant.select import Pattern, _listed, _matching, _names, listed, unwrapped
 
 __all__ = ["PackedModel", "pack", "unpack"]
 
 Entry = PackedTensor | Tensor
 _LAYERS = (nn.Conv2d, nn.Linear)
 _PACKED = (PackedConv2d, PackedLinear)
-_CLOSEST = 1e-3  # that levels are to each other, as a part of the largest
+_CLOSEST = 1e-3  # of the largest level: the least distance between levels
 
 
 def pack(
@@ -41,30 +41,30 @@ def pack(
 ) -> PackedModel:
     """A copy of a finalized model that holds its weights as bits and computes with them.
 
-    Convolutions (``Conv2d``) and linear layers are packed; all else stays as it is. Layers that bits would slow down
-    compute with floats, although they are kept and saved as bits: depthwise convolutions, linear layers with fewer
+    Convolutions (``Conv2d``) and linear layers are packed; everything else stays as it is. Layers that bits would slow
+    down compute with floats, although they are kept and saved as bits: depthwise convolutions, linear layers with fewer
     than 65,536 weights, and those of ``nn.TransformerEncoderLayer``; ``layers()`` names all others. The copy is for
     inference: it is in ``eval`` mode and stays there.
 
     Args:
-        model: the model, after ``MirrorDescent.finalize()``. It is left alone.
-        levels: those of the weights of every such layer; a weight with another value raises an error that names it.
-            By default the levels of each layer are read off its weights: at most 16 values, each a thousandth of the
-            largest or more away from the next. Layers that have more values stay in float; a weight that an optimizer
-            has not finalized raises an error.
+        model: the model, after ``MirrorDescent.finalize()``. It is not modified.
+        levels: the levels of the weights of all these layers; a weight with another value raises an error that names
+            it. By default the levels of each layer are found in its weights: at most 16 values, at least a thousandth
+            of the largest apart. Layers that have more values stay in float; a weight that an optimizer has not
+            finalized raises an error.
         skip: patterns of the layers that stay in float, as in :func:`mirrorquant.split`.
         fuse: whether packed layers take over the batch norm, addition and ReLU that follow them, by ``torch.compile``.
             The first call compiles the model, in 2 to 3 seconds for a ResNet-18; so does the first call with another
-            batch size, after which any batch size runs. Whatever ``forward`` depends on may change: then the next call
+            batch size, after which any batch size runs. If something that ``forward`` depends on changes, the next call
             compiles again. A model that branches on values of tensors is compiled in pieces. One that torch cannot
-            compile runs without fusion after a warning, and repeats the call in which that happened.
+            compile runs without fusion after a warning, and the call in which that happened is repeated.
         int8: whether linear layers quantize their inputs to 8 bits, row by row: faster, and no longer exact.
 
     Returns:
-        A model with the same results, but for the rounding of float32.
+        A model with the same results, except for the rounding of float32.
 
     Raises:
-        PackError: no layer is on levels, one is not on those that were given, or one is still being trained.
+        PackError: no layer is on levels, one is not on the given levels, or one is still being trained.
 
     Example:
         >>> import torch, mirrorquant as mq
@@ -89,7 +89,7 @@ def pack(
 
 
 def unpack(model: PackedModel) -> nn.Module:
-    """The plain model that a packed one was made from: the same class, and the same numbers to the bit.
+    """The plain model behind a packed one: the same class, and the same numbers to the bit.
 
     Example:
         >>> import torch, mirrorquant as mq
@@ -100,33 +100,34 @@ def unpack(model: PackedModel) -> nn.Module:
         True
     """
     if not isinstance(model, PackedModel):
-        raise PackError(f"the model is a {type(model).__name__}, expected what mq.pack or mq.load returned")
-    return filled(model.plain, {name: _float(entry) for name, entry in model.entries().items()})
+        raise PackError(f"the model is a {type(model).__name__}, expected the result of mq.pack or mq.load")
+    return restored(model.plain, model.entries())
 
 
 class PackedModel(nn.Module):
     """A network on bits, in ``eval`` mode; made by :func:`pack` or :func:`mirrorquant.load`.
 
     ``network`` is the model with packed layers in the places of its own; ``plain`` is the model itself without numbers
-    (on the meta device). ``fused`` says whether ``network`` is compiled, so that its layers do the work of what
-    surrounds them; ``network`` itself can always be called, too. Changes through ``tensor.data``, which torch does not
-    count, go unnoticed by batch norms that were compiled.
+    (on the meta device). ``fused`` says whether ``network`` is compiled, so that its layers do the work of their
+    neighbors; ``network`` itself can always be called, too. ``about`` is the metadata of the file that the model was
+    loaded from. Changes through ``tensor.data``, which torch does not count, go unnoticed by batch norms that were
+    compiled.
     """
 
     plain: nn.Module
     fused: bool
+    about: dict[str, Any]
     _run: Callable[..., Any] | None
 
     def __init__(self, network: nn.Module, plain: nn.Module, *, fuse: bool) -> None:
         super().__init__()
         self.network = network.eval()
-        # Not registered: it has no numbers.
-        self.__dict__["plain"] = plain
-        self.training, self.fused, self._run = False, fuse and bool(self.layers()), None
+        self.__dict__["plain"] = plain  # not registered, because it has no numbers
+        self.training, self.fused, self.about, self._run = False, fuse and bool(self.layers()), {}, None
 
     @torch.no_grad()
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """What the plain model returns in ``eval`` mode, without a gradient."""
+        """The result of the plain model in ``eval`` mode, without a gradient."""
         if not self.fused or torch.compiler.is_compiling():
             return self.network(*inputs, **options)
         if self._run is None:
@@ -145,7 +146,7 @@ class PackedModel(nn.Module):
             return result
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what was compiled."""
+        """The state without compiled code."""
         return {**self.__dict__, "_run": None}
 
     def layers(self) -> list[str]:
@@ -159,17 +160,13 @@ class PackedModel(nn.Module):
         for name in dict(state(self.plain)):
             path, _, leaf = name.rpartition(".")
             layer = self.network.get_submodule(path)
-            if isinstance(layer, _PACKED):
-                bits = layer.weight_bits if leaf == "weight" else layer.bias_bits
-                entry = layer.bias_float if bits is None else bits
-                assert entry is not None
-                found[name] = entry
-            else:
-                found[name] = tensors[name]
+            entry = layer.entries()[leaf] if isinstance(layer, _PACKED) else tensors[name]
+            assert entry is not None
+            found[name] = entry
         return found
 
     def train(self, mode: bool = True) -> PackedModel:
-        """Refused, but for ``eval``: bits cannot be trained."""
+        """Raises an error for training mode: bits cannot be trained."""
         if mode:
             raise PackError("a packed model cannot be trained: train the plain one, which mq.unpack gives back")
         return self
@@ -189,7 +186,7 @@ def state(model: nn.Module) -> list[tuple[str, Tensor]]:
     kept = model.state_dict(keep_vars=True)
     odd = [name for name, value in kept.items() if not isinstance(value, Tensor)]
     if odd:
-        raise PackError(f"{odd[0]} is no tensor, but extra state of a module: it cannot be packed")
+        raise PackError(f"{odd[0]} is extra state of a module and not a tensor: it cannot be packed")
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [(name, tensor) for name, tensor in tensors if name in kept]
 
@@ -199,27 +196,34 @@ def skeleton(model: nn.Module) -> nn.Module:
     return filled(model, {name: tensor.detach().to("meta") for name, tensor in state(model)})
 
 
-def filled(model: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
-    """A copy of a model with these tensors in the places of its own; what is tied stays tied."""
+def filled(model: nn.Module, tensors: Mapping[str, Tensor], layers: Mapping[str, nn.Module] | None = None) -> nn.Module:
+    """A copy of a model with these tensors and layers in the places of its own; tied tensors stay tied."""
     memo = _computed(model)
+    memo |= {id(model.get_submodule(path)): layer for path, layer in (layers or {}).items()}
     for name, tensor in state(model):
-        new = tensors[name].detach()
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
+        if name in tensors:
+            new = tensors[name].detach()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
     return copy.deepcopy(model, memo)
+
+
+def restored(plain: nn.Module, entries: Mapping[str, Entry]) -> nn.Module:
+    """A copy of a model with these tensors in the places of its own, all of them as numbers."""
+    return filled(plain, {name: _numbers(entry) for name, entry in entries.items()})
+
+
+def _numbers(entry: Entry) -> Tensor:
+    return entry.unpack() if isinstance(entry, PackedTensor) else entry.detach().clone()
 
 
 def _computed(model: nn.Module) -> dict[int, Any]:
     """Copies of the tensors with a gradient's history that modules keep: activations, a weight under ``weight_norm``.
 
-    By their ids, as deepcopy looks for what it need not copy: it refuses such tensors.
+    By their ids, for the memo of deepcopy, which cannot copy such tensors.
     """
     kept = [value for module in model.modules() for value in tree_leaves(vars(module)) if isinstance(value, Tensor)]
     return {id(tensor): tensor.detach().clone() for tensor in kept if not tensor.is_leaf}
-
-
-def _float(entry: Entry) -> Tensor:
-    return entry.unpack() if isinstance(entry, PackedTensor) else entry.detach().clone()
 
 
 # From tensors to bits.
@@ -228,9 +232,9 @@ def _float(entry: Entry) -> Tensor:
 def entries_of(
     model: nn.Module, levels: Levels | None, skip: Pattern | Sequence[Pattern] = (), *, stored: bool = False
 ) -> dict[str, Entry]:
-    """Each tensor of a model by its name, parameters on levels as bits; refuses a layer that should be and is not.
+    """Each tensor of a model by its name, parameters on levels as bits; a layer that is not on ``levels`` is an error.
 
-    At least one layer must come as bits; of what is only ``stored``, a weight of any module.
+    At least one layer must come as bits; a weight of any module will do if the model is only ``stored``.
     """
     if not isinstance(model, nn.Module):
         raise PackError(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
@@ -257,24 +261,21 @@ def entries_of(
 
 
 def _nothing(model: nn.Module, entries: dict[str, Entry], left: list[str], levels: Levels | None, stored: bool) -> str:
-    """Why there is nothing to pack: no layer for it, none of them quantized, or others than can run packed."""
-    modules = {name: module for name, module in model.named_modules() if name}
-    held = [name for name, p in model.named_parameters() if p.dim() > 1 and isinstance(entries[name], PackedTensor)]
+    """Why there is nothing to pack: no layer for it, none of them quantized, or only others than can run packed."""
+    kind, parameters = type(model).__name__, model.named_parameters()
+    held = [name for name, p in parameters if p.dim() > 1 and isinstance(entries[name], PackedTensor)]
     if held and not stored:
-        owners = [(name.rpartition(".")[0], name) for name in held]
-        told = [f"{name} ({type(modules.get(path, model)).__name__})" for path, name in owners]
-        told = [*told[:4], *(["..."] if len(told) > 4 else [])]
         return (
-            f"no Conv2d or Linear layer of {type(model).__name__} is quantized, and only those run packed. Its "
-            f"quantized weights are {', '.join(told)}: mq.save stores these as bits"
+            f"no Conv2d or Linear layer of {kind} is quantized, and only those run packed. Its quantized weights are "
+            f"{listed(held)}: mq.save stores these as bits"
         )
     if left:
         return _off(left[0], _whole(dict(state(model))[left[0]]).detach(), levels)
-    return f"{type(model).__name__} has no {'weight to store as bits' if stored else 'Conv2d or Linear layer to pack'}"
+    return f"{kind} has no {'weight to store as bits' if stored else 'Conv2d or Linear layer to pack'}"
 
 
 def _refuse_unfinished(name: str, tensor: Tensor, bits: PackedTensor | None) -> None:
-    """A weight that is on its way to its levels, of which a few distinct values may pass for a level set.
+    """Raises an error for a weight on its way to its levels, whose few distinct values may look like a level set.
 
     Levels are at least a thousandth of the largest one apart; values next to +-1 that a projection has not yet rounded
     are closer.
@@ -295,19 +296,14 @@ def _refuse_unfinished(name: str, tensor: Tensor, bits: PackedTensor | None) -> 
             )
 
 
-def _is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, as FSDP2 and tensor parallelism make them."""
-    return hasattr(tensor, "full_tensor")
-
-
 def _whole(tensor: Tensor) -> Tensor:
-    """A tensor that is spread over processes, gathered in each of them; any other as it is."""
-    whole: Tensor = tensor.full_tensor() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    """A DTensor, which FSDP2 spreads over processes, gathered in each of them; any other tensor as it is."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole
 
 
 def _refuse_sharded(model: nn.Module) -> None:
-    sharded = [name for name, tensor in model.named_parameters() if _is_sharded(tensor)]
+    sharded = [name for name, tensor in model.named_parameters() if hasattr(tensor, "full_tensor")]
     if sharded:
         raise PackError(
             f"{sharded[0]} is spread over several processes, but a packed model runs in one: call mq.save(model, path) "
@@ -338,9 +334,8 @@ def _off(name: str, tensor: Tensor, levels: Levels | None) -> str:
 
 def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, int8: bool = False) -> PackedModel:
     """A packed model from a skeleton and its tensors; a layer whose weight comes as bits is packed."""
-    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
     names = {id(tensor): name for name, tensor in state(plain)}
-    layers: dict[str, PackedConv2d | PackedLinear] = {}
+    layers: dict[str, nn.Module] = {}
     for path, module in plain.named_modules():
         altered = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
         if type(module) not in _LAYERS or altered:
@@ -348,28 +343,17 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
         weight, bias = (entries.get(names.get(id(getattr(module, name)), "")) for name in ("weight", "bias"))
         if isinstance(weight, PackedTensor) and weight.planes.numel():
             bias = bias.detach().clone() if isinstance(bias, Tensor) else bias
-            if isinstance(module, nn.Linear):
-                layers[path] = PackedLinear.of(module, weight, bias, int8=int8)
-            elif isinstance(module, nn.Conv2d):
-                layers[path] = PackedConv2d.of(module, weight, bias)
             parent = plain.get_submodule(path.rpartition(".")[0])
-            if not bits_pay(module) or isinstance(parent, nn.TransformerEncoderLayer):  # which computes with its weight
-                layers[path].use_floats()
+            in_encoder = isinstance(parent, nn.TransformerEncoderLayer)  # which computes with its layers' weights
+            if isinstance(module, nn.Linear):
+                floats = in_encoder or not bits_pay(module)
+                layers[path] = PackedLinear(module, weight, bias, floats=floats, int8=int8)
+            elif isinstance(module, nn.Conv2d):
+                layers[path] = PackedConv2d(module, weight, bias, floats=not bits_pay(module))
     kept = [module for path, module in plain.named_modules() if path not in layers]
     used = {names.get(id(parameter)) for module in kept for parameter in module.parameters(recurse=False)}
-    for name, entry in entries.items():
-        if isinstance(entry, PackedTensor) and name in used:  # also by a module that shares it with a packed layer
-            tensors[name] = entry.unpack()
-    network = _with_layers(plain, tensors, layers).eval()
+    tensors = {  # bits are unpacked for modules that run on numbers, even if a packed layer shares them
+        name: _numbers(entry) for name, entry in entries.items() if isinstance(entry, Tensor) or name in used
+    }
+    network = filled(plain, tensors, layers).requires_grad_(False)
     return PackedModel(network, plain, fuse=fuse and not isinstance(network, _PACKED))
-
-
-def _with_layers(plain: nn.Module, tensors: dict[str, Tensor], layers: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy of the skeleton with these tensors and these layers in the places of its own."""
-    memo: dict[int, Any] = {id(plain.get_submodule(path)): layer for path, layer in layers.items()}
-    for name, tensor in state(plain):
-        if name in tensors:
-            new = tensors[name].detach().clone()
-            memo[id(tensor)] = nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
-    network: nn.Module = copy.deepcopy(plain, memo)
-    return network

@@ -26,7 +26,7 @@ __all__ = ["FEW_ROWS", "is_gpu", "linear", "prepare", "serves", "unpack"]
 FEW_ROWS = 16
 _WORDS = 16
 _CHUNK = 32 * _WORDS
-_FEWEST_INPUTS = 64  # with fewer, the two layouts could not be told apart by their size, nor would it pay
+_FEWEST_INPUTS = 64  # with fewer, the two layouts could not be distinguished by size, nor would it pay
 
 _HAS_TRITON = find_spec("triton") is not None  # else the torch layout serves
 
@@ -70,17 +70,15 @@ def linear(x: Tensor, prepared: Tensor, geometry: Geometry, epilogue: Epilogue) 
     if not small or unit is None or unit[1] != 0 or activation != "float32":
         weight = unpack(prepared, shape, levels, x.dtype if activation == "float32" else torch.float32)
         return fallback.apply(x, weight, geometry, epilogue)
-    y = x.new_empty((*x.shape[:-1], shape[0]))
-    _few_rows(x.contiguous(), prepared, geometry, unit[0], epilogue, y)
-    return y
+    return _few_rows(x.contiguous(), prepared, geometry, unit[0], epilogue)
 
 
-def _few_rows(x: Tensor, prepared: Tensor, geometry: Geometry, a: float, epilogue: Epilogue, y: Tensor) -> None:
-    outputs, inputs = geometry.shape
-    planes = len(geometry.levels) - 1
-    scale, shift, residual, relu = epilogue
+def _few_rows(x: Tensor, prepared: Tensor, geometry: Geometry, a: float, epilogue: Epilogue) -> Tensor:
     from mirrorquant.packing.kernels import triton_linear
 
+    (outputs, inputs), planes = geometry.shape, len(geometry.levels) - 1
+    scale, shift, residual, relu = epilogue
+    y = x.new_empty((*x.shape[:-1], outputs))
     rows, chunks = x.numel() // inputs, math.ceil(inputs / _CHUNK)
     on_tensor_cores, tile = _tile(rows, chunks, x.dtype)
     kernel = triton_linear.tensor_rows if on_tensor_cores else triton_linear.few_rows
@@ -104,6 +102,7 @@ def _few_rows(x: Tensor, prepared: Tensor, geometry: Geometry, a: float, epilogu
         relu=relu,
         **tile,
     )
+    return y
 
 
 def _tile(rows: int, chunks: int, dtype: torch.dtype) -> tuple[bool, dict[str, int]]:

@@ -60,7 +60,7 @@ def _is_plain(*tensors: Tensor | None) -> bool:
 def run(x: Tensor, prepared: Tensor, geometry: Geometry, epilogue: Epilogue, layout: bool = True) -> Tensor:
     """The implementation of both operators; autocast does not apply, on any path.
 
-    Without ``layout`` the result may lie in memory in any way: that of a convolution mostly in channels_last.
+    Without ``layout`` the result may have any memory layout: that of a convolution is mostly channels_last.
     """
     admitted = {name: admit(name, tensor) for name, tensor in operands(x, prepared, epilogue).items()}
     x, prepared, epilogue = admitted.pop("x"), admitted.pop("prepared"), Epilogue(**admitted, relu=epilogue.relu)
@@ -84,7 +84,7 @@ def run(x: Tensor, prepared: Tensor, geometry: Geometry, epilogue: Epilogue, lay
 class _Plan(NamedTuple):
     """The size of a layer's result, and how native kernels run it: the affine map of its levels, and their struct.
 
-    The strides are those of channels_last for images: memory by strides is had in half the time of memory by format.
+    The strides are those of channels_last for images: allocating by strides is twice as fast as by format.
     """
 
     size: tuple[int, ...]

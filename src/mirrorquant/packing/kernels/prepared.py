@@ -99,8 +99,8 @@ def level_bytes(levels: Sequence[float]) -> bytes:
         content = struct.pack(f"<{len(levels)}f", *levels)
         Levels(*struct.unpack(f"<{len(levels)}f", content))
     except (OverflowError, struct.error, TypeError, ValueError) as error:
-        told = f"the levels are {list(levels)}, but they must be two or more increasing float32 numbers"
-        raise ValueError(told) from error
+        problem = f"the levels are {list(levels)}, but they must be two or more increasing float32 numbers"
+        raise ValueError(problem) from error
     return content
 
 
