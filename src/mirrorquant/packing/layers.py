@@ -1,7 +1,7 @@
 """Packed layers: convolution and linear layers that compute with the bits of their weights.
 
-A layer holds the bit planes of its weight, and of its bias where that is on levels too; the layout that the kernels
-read is made from them when the layer is built, moved or loaded, and is not part of ``state_dict``.
+A layer holds the bit planes of its weight, and of its bias if that is on levels, too; the layout for the kernels is
+made from them when the layer is built, moved or loaded, and is not part of ``state_dict``.
 
 >>> import torch
 >>> from torch import nn
@@ -20,7 +20,7 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -30,6 +30,8 @@ from torch._prims_common import suggest_memory_format
 
 from mirrorquant.packing import kernels
 from mirrorquant.packing.bits import PackedTensor, PackError
+from mirrorquant.packing.kernels import ops
+from mirrorquant.packing.kernels.layer import Epilogue, Geometry
 from mirrorquant.packing.kernels.prepared import is_wide
 
 __all__ = ["PackedConv2d", "PackedLinear", "bits_pay"]
@@ -64,8 +66,7 @@ class _PackedLayer(nn.Module):
     gain: Tensor | None
     shift: Tensor | None
     bias_float: Tensor | None
-    activation = "float32"
-    groups = 1
+    geometry: Geometry
     _options: tuple[str, ...]  # of the layer
 
     def __init__(
@@ -75,13 +76,15 @@ class _PackedLayer(nn.Module):
         bias: PackedTensor | Tensor | None = None,
         *,
         floats: bool = False,
+        **geometry: Any,
     ) -> None:
         super().__init__()
         if weight is None:
             weight, bias = _tensors(layer)
         for name in self._options:
             setattr(self, name, getattr(layer, name))
-        self.weight_bits, self.shape, self.floats = weight, tuple(weight.shape), floats
+        self.weight_bits, self.floats = weight, floats
+        self.geometry = Geometry(tuple(weight.shape), tuple(weight.levels), **geometry)
         self.bias_bits = bias if isinstance(bias, PackedTensor) else None
         self.register_buffer("bias_float", bias if isinstance(bias, Tensor) else None)
         for name in ("prepared", "gain", "shift"):
@@ -92,15 +95,18 @@ class _PackedLayer(nn.Module):
     def _refresh(self) -> None:
         """Lays the weight out as the kernels read it, and makes scale and shift from the state."""
         self._unpacked: dict[str, tuple[Tensor, int | None]] = {}
-        self.levels = tuple(self.weight_bits.levels)
+        self.geometry = self.geometry._replace(levels=tuple(self.weight_bits.levels))
         if self.weight_bits.planes.device.type != "meta":
-            self.prepared = kernels.prepare(self.weight_bits.codes(), self.levels, self.groups)
+            self.prepared = kernels.prepare(self.weight_bits.codes(), self.geometry.levels, self.geometry.groups)
             self.gain, self.shift = self._vector(self.weight_bits.scale), self._vector(self.bias)
             if self.floats:
                 self._floats("weight", self.weight_bits)
 
+    def _on_bits(self, x: Tensor) -> Tensor:
+        return ops.call(x, self.prepared, self.geometry, Epilogue(self.gain, self.shift))
+
     def _vector(self, value: Tensor | None) -> Tensor | None:
-        return None if value is None else value.float().expand(self.shape[0]).contiguous()
+        return None if value is None else value.float().expand(self.geometry.shape[0]).contiguous()
 
     def entries(self) -> dict[str, PackedTensor | Tensor | None]:
         """Weight and bias, as bits or as they are."""
@@ -134,48 +140,39 @@ class _PackedLayer(nn.Module):
 
     def extra_repr(self) -> str:
         options = "".join(f"{name}={getattr(self, name)}, " for name in self._options)
-        return f"{options}activation={self.activation}{', computed with floats' if self.floats else ''}"
+        return f"{options}activation={self.geometry.activation}{', computed with floats' if self.floats else ''}"
 
 
 class PackedConv2d(_PackedLayer):
     """A ``Conv2d`` on bits."""
 
-    stride: tuple[int, int]
-    padding: tuple[int, int] | str
-    dilation: tuple[int, int]
-    kernel_size: tuple[int, int]
-    padding_mode: str
     _options = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 
     def __init__(self, layer: nn.Conv2d, *tensors: Any, floats: bool = False) -> None:
-        super().__init__(layer, *tensors, floats=floats)
+        padding: Any = layer.padding
+        if isinstance(padding, str):
+            pads = tuple(layer._reversed_padding_repeated_twice)  # left, right, top and bottom, as F.pad takes them
+        else:
+            pads = (padding[1], padding[1], padding[0], padding[0])
+        by_kernel = layer.padding_mode == "zeros" and pads[0] == pads[1] and pads[2] == pads[3]
+        window = {name: getattr(layer, name) for name in ("stride", "dilation", "groups")}
+        padding = (pads[2], pads[0]) if by_kernel else (0, 0)
+        super().__init__(layer, *tensors, floats=floats, padding=padding, **window)
+        self.pads = None if by_kernel else pads
         self.channels_last = suggest_memory_format(layer.weight) is torch.channels_last
 
     def forward(self, input: Tensor) -> Tensor:
         """The convolution of a batch of images, or of one image, in the memory layout of the result of ``Conv2d``."""
-        _refuse_gradient(input)
         if input.dim() == 3:
             y: Tensor = self(input[None])[0]
             return y
-        x, (left, right, top, bottom) = input, pads(self.padding, self.kernel_size, self.dilation)
-        padding = (top, left)
-        if self.padding_mode != "zeros" or left != right or top != bottom:
-            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-            x, padding = F.pad(x, (left, right, top, bottom), mode=mode), (0, 0)
+        x, mode = input, str(self.padding_mode)
+        if self.pads is not None:
+            x = F.pad(x, self.pads, mode="constant" if mode == "zeros" else mode)
         if self.floats:
-            return F.conv2d(x, *self._float_tensors(x.dtype), self.stride, padding, self.dilation, self.groups)
-        return kernels.conv2d(
-            x.contiguous(memory_format=torch.channels_last) if self.channels_last else x,
-            self.prepared,
-            shape=self.shape,
-            levels=self.levels,
-            scale=self.gain,
-            shift=self.shift,
-            stride=self.stride,
-            padding=padding,
-            dilation=self.dilation,
-            groups=self.groups,
-        )
+            *_, stride, padding, dilation, groups = self.geometry
+            return F.conv2d(x, *self._float_tensors(x.dtype), stride, padding, dilation, groups)
+        return self._on_bits(x.contiguous(memory_format=torch.channels_last) if self.channels_last else x)
 
 
 class PackedLinear(_PackedLayer):
@@ -187,33 +184,18 @@ class PackedLinear(_PackedLayer):
     _options = ("in_features", "out_features")
 
     def __init__(self, layer: nn.Linear, *tensors: Any, floats: bool = False, int8: bool = False) -> None:
-        super().__init__(layer, *tensors, floats=floats)
-        self.activation = "int8" if int8 else "float32"
+        super().__init__(layer, *tensors, floats=floats, activation="int8" if int8 else "float32")
 
     def forward(self, input: Tensor) -> Tensor:
         """The product for each row of the input."""
-        _refuse_gradient(input)
-        if self.floats and self.activation == "float32":
+        if self.floats and self.geometry.activation == "float32":
             return F.linear(input, *self._float_tensors(input.dtype))
-        return kernels.linear(
-            input,
-            self.prepared,
-            shape=self.shape,
-            levels=self.levels,
-            scale=self.gain,
-            shift=self.shift,
-            activation=self.activation,
-        )
+        return self._on_bits(input)
 
 
 def _after_loading(layer: nn.Module, keys: Any) -> None:
     assert isinstance(layer, _PackedLayer)
     layer._refresh()
-
-
-def _refuse_gradient(x: Tensor) -> None:
-    if x.requires_grad and torch.is_grad_enabled():
-        raise PackError("packed layers give no gradient: run them under torch.no_grad(), or train the unpacked model")
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -227,13 +209,3 @@ def _tensors(layer: nn.Conv2d | nn.Linear) -> tuple[PackedTensor, PackedTensor |
         raise PackError(f"the weights of {layer} are not quantized: call `opt.finalize()` first")
     bias = None if layer.bias is None else PackedTensor.of(layer.bias) or layer.bias.detach().clone()
     return weight, bias
-
-
-def pads(padding: tuple[int, ...] | str, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[int, int, int, int]:
-    """Left, right, top and bottom, as ``F.pad`` takes them; 'same' puts the odd one at the end."""
-    if padding == "valid":
-        return 0, 0, 0, 0
-    if isinstance(padding, str):
-        vertical, horizontal = (d * (k - 1) for k, d in zip(kernel, dilation, strict=True))
-        return horizontal // 2, horizontal - horizontal // 2, vertical // 2, vertical - vertical // 2
-    return padding[1], padding[1], padding[0], padding[0]
