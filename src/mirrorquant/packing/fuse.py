@@ -122,7 +122,7 @@ def _fuse_layer(graph: fx.Graph, node: fx.Node) -> None:
     if follower is not None and follower.target is _aten.relu.default:
         last, epilogue = follower, epilogue._replace(relu=True)
     with graph.inserting_before(last):
-        done = graph.call_function(ops.run, (x, prepared, geometry, epilogue, False))
+        done = graph.call_function(ops.run, (x, prepared, geometry, epilogue, node.target is _LINEAR))
     done.meta = last.meta
     last.replace_all_uses_with(done)
 
@@ -216,10 +216,13 @@ def _laid_out(graph: fx.Graph, source: fx.Node, place: fx.Node) -> fx.Node:
     value = source.meta.get("val")
     if source.op == "placeholder" or not isinstance(value, Tensor) or value.dim() < 2:
         return source
-    strides = value.stride()
-    order = sorted(range(value.dim()), key=lambda d: (-strides[d], d))
     with graph.inserting_before(place):
-        found = graph.call_function(_ordered, (source, tuple(order)))
+        if value.is_contiguous():
+            found = graph.call_method("contiguous", (source,))
+        else:
+            strides = value.stride()
+            order = sorted(range(value.dim()), key=lambda d: (-strides[d], d))
+            found = graph.call_function(_ordered, (source, tuple(order)))
     found.meta = source.meta
     return found
 
