@@ -60,7 +60,7 @@ class Geometry(NamedTuple):
         if not linear:
             return x[0], self.shape[0], *self._window(x)
         if x[-1] != self.shape[1]:
-            raise ValueError(f"x is {list(x)}, but for a weight of {list(self.shape)} its rows need {self.shape[1]}")
+            raise ValueError(f"x is {list(x)}, but a weight of {list(self.shape)} needs rows of {self.shape[1]}")
         return *x[:-1], self.shape[0]
 
     def _window(self, x: Sequence[int]) -> tuple[int, int]:
