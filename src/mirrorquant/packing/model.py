@@ -265,9 +265,10 @@ def _nothing(model: nn.Module, entries: dict[str, Entry], left: list[str], level
     kind, parameters = type(model).__name__, model.named_parameters()
     held = [name for name, p in parameters if p.dim() > 1 and isinstance(entries[name], PackedTensor)]
     if held and not stored:
+        owners = [f"{name} ({type(model.get_submodule(name.rpartition('.')[0])).__name__})" for name in held]
         return (
             f"no Conv2d or Linear layer of {kind} is quantized, and only those run packed. Its quantized weights are "
-            f"{listed(held)}: mq.save stores these as bits"
+            f"{listed(owners)}: mq.save stores these as bits"
         )
     if left:
         return _off(left[0], _whole(dict(state(model))[left[0]]).detach(), levels)
