@@ -49,7 +49,7 @@ class Key(NamedTuple):
     type: str
     default: Any
     help: str
-    section: str = "experiment"  # or model; machine and logging, which may change on resume; origin
+    section: str
     least: float = -math.inf
     most: float = math.inf
     choices: tuple[str, ...] = ()
@@ -92,8 +92,10 @@ def _used(condition: str, known: dict[str, set[str]], term: str) -> str:
 
 
 _lr, _beta = partial(_used, "lr_schedule=", _LR), partial(_used, f"{_ANNEALED} beta_schedule=", _BETA)
-_model, _machine, _logging, _origin = (
-    partial(_key, section=name) for name in ("model", "machine", "logging", "origin")
+_SECTIONS = ("data", "model", "method", "optimizer", "beta", "objective", "training", "machine", "logging", "origin")
+_NOT_THE_EXPERIMENT = ("machine", "logging", "origin")  # the first two may change when a run resumes
+(_data, _model, _method, _optimizer, _anneal, _objective, _training, _machine, _logging, _origin) = (
+    partial(_key, section=name) for name in _SECTIONS
 )
 
 
@@ -102,56 +104,58 @@ class Config:
     """Everything that a run depends on; :meth:`from_recipe` makes one."""
 
     # The images, and the network. The keys of the section model are options of the function that builds it.
-    data: str = _key("digits", "data set")
-    augment: str = _key("", "augmentation: crop-flip, shift, none ...; empty for the default of the data set")
-    model: str = _key("digitsnet", "network, or MODULE:FUNCTION for a custom one")
+    data: str = _data("digits", "data set")
+    augment: str = _data("", "augmentation: crop-flip, shift, none ...; empty for the default of the data set")
+    model: str = _model("digitsnet", "network, or MODULE:FUNCTION for a custom one")
     affine: bool = _model(False, "batch norm with learnable parameters")
     stem_stride: int = _model(1, "stride of the first convolution", least=1, most=4096)
     width: int = _model(32, "channels of the first convolution", least=1, most=4096)
 
     # How weights are quantized.
-    method: str = _key("md-tanh-s", "method")
-    levels: str = _key("binary", "binary, ternary, or numbers like -1,0,1", used="method!=ref")
-    skip: list[str] = _key([], "patterns of parameters or modules that stay in float", used="method!=ref")  # noqa: RUF009
+    method: str = _method("md-tanh-s", "method")
+    levels: str = _method("binary", "binary, ternary, or numbers like -1,0,1", used="method!=ref")
+    skip: list[str] = _method([], "patterns of parameters or modules that stay in float", used="method!=ref")  # noqa: RUF009
 
     # The base optimizer and its learning rate.
-    optimizer: str = _key("adam", "base optimizer", choices=("adam", "adamw", "sgd"))
-    lr: float = _key(0.001, "learning rate", least=1e-35, most=_LARGEST_LR)
-    momentum: float = _key(0.9, "momentum of SGD", least=0, most=1e35, used="optimizer=sgd")
-    nesterov: bool = _key(False, "Nesterov momentum", used="optimizer=sgd")
-    weight_decay: float = _key(0.0, "weight decay; AdamW decouples it from the gradient", least=0, most=1e35)
-    lr_schedule: str = _key("step", "learning rate over time", choices=tuple(_LR))
-    lr_scale: float = _key(1.0, "its factor every lr_interval", least=1e-300, most=1e300, used=_lr("scale"))
-    lr_interval: int = _key(30000, "iterations; see lr_scale", least=1, used=_lr("every"))
-    lr_end: float = _key(0.0, "last learning rate", least=0, most=_LARGEST_LR, used=_lr("end"))
-    warmup: int = _key(0, "iterations in which the learning rate rises to lr, before its schedule starts", least=0)
+    optimizer: str = _optimizer("adam", "base optimizer", choices=("adam", "adamw", "sgd"))
+    lr: float = _optimizer(0.001, "learning rate", least=1e-35, most=_LARGEST_LR)
+    momentum: float = _optimizer(0.9, "momentum of SGD", least=0, most=1e35, used="optimizer=sgd")
+    nesterov: bool = _optimizer(False, "Nesterov momentum", used="optimizer=sgd")
+    weight_decay: float = _optimizer(0.0, "weight decay; AdamW decouples it from the gradient", least=0, most=1e35)
+    lr_schedule: str = _optimizer("step", "learning rate over time", choices=tuple(_LR))
+    lr_scale: float = _optimizer(1.0, "its factor every lr_interval", least=1e-300, most=1e300, used=_lr("scale"))
+    lr_interval: int = _optimizer(30000, "iterations; see lr_scale", least=1, used=_lr("every"))
+    lr_end: float = _optimizer(0.0, "last learning rate", least=0, most=_LARGEST_LR, used=_lr("end"))
+    warmup: int = _optimizer(0, "iterations in which the learning rate rises to lr before its schedule", least=0)
 
     # How soft weights become hard: β, ProxQuant's λ, and the step that rounds for good.
-    beta_schedule: str = _key("geometric", "β over time", choices=tuple(_BETA), used=_ANNEALED)
-    beta_scale: float = _key(1.02, "factor of β every beta_interval", least=1, most=_LARGEST_BETA, used=_beta("scale"))
-    beta_interval: int = _key(200, "iterations; see beta_scale", least=1, used=_beta("every"))
-    beta_cap: float = _key(_LARGEST_BETA, "largest β", least=1, most=_LARGEST_BETA, used=_beta("cap"))
-    beta_end: float = _key(1e4, "last β", least=1, most=_LARGEST_BETA, used=_beta("end"))
-    pq_rate: float = _key(0.0001, "λ of ProxQuant per epoch", least=0, most=1e35, used="method=pq")
-    finalize_at: float = _key(1.0, "part of training until weights are rounded", least=1e-9, most=1, used="method!=ref")
+    beta_schedule: str = _anneal("geometric", "β over time", choices=tuple(_BETA), used=_ANNEALED)
+    beta_scale: float = _anneal(
+        1.02, "its factor every beta_interval", least=1, most=_LARGEST_BETA, used=_beta("scale")
+    )
+    beta_interval: int = _anneal(200, "iterations; see beta_scale", least=1, used=_beta("every"))
+    beta_cap: float = _anneal(_LARGEST_BETA, "largest β", least=1, most=_LARGEST_BETA, used=_beta("cap"))
+    beta_end: float = _anneal(1e4, "last β", least=1, most=_LARGEST_BETA, used=_beta("end"))
+    pq_rate: float = _anneal(0.0001, "λ of ProxQuant per epoch", least=0, most=1e35, used="method=pq")
+    finalize_at: float = _anneal(1.0, "part of training before rounding", least=1e-9, most=1, used="method!=ref")
 
     # The loss.
-    label_smoothing: float = _key(0.0, "share of the target spread over all classes", least=0, most=1)
-    logit_scale: float = _key(1.0, "constant factor of the logits", least=1e-6, most=1e6)
-    teacher: str = _key("", "folder of the run whose best network is imitated; empty for none")
-    temperature: float = _key(4.0, "of both softmaxes in distillation", least=1e-3, most=1e3, used="teacher!=")
-    hard_share: float = _key(0.1, "weight of the labels beside the teacher", least=0, most=1, used="teacher!=")
+    label_smoothing: float = _objective(0.0, "share of the target spread over all classes", least=0, most=1)
+    logit_scale: float = _objective(1.0, "constant factor of the logits", least=1e-6, most=1e6)
+    teacher: str = _objective("", "folder of the run whose best network is imitated; empty for none")
+    temperature: float = _objective(4.0, "of both softmaxes in distillation", least=1e-3, most=1e3, used="teacher!=")
+    hard_share: float = _objective(0.1, "weight of the labels beside the teacher", least=0, most=1, used="teacher!=")
 
     # Training, and its arithmetic; auto is chosen for speed.
-    iterations: int = _key(100000, "training steps", least=1, most=1e15)
-    batch_size: int = _key(128, "images per step", least=1)
-    eval_every: int = _key(100, "iterations between validations of the rounded network", least=1)
-    recalibrate: int = _key(0, "batches to recompute the final batch-norm statistics from; 0 keeps them", least=0)
-    seed: int = _key(0, "of initial weights and batches", least=-(2**63), most=2**63 - 1)
-    precision: str = _key("auto", "bfloat16 is autocast, auto on CUDA", choices=("auto", "float32", "bfloat16"))
-    channels_last: bool | None = _key(None, "memory format; auto is channels_last where torch computes it right")
-    compile: bool | None = _key(None, "torch.compile; auto is on CUDA only")
-    deterministic: bool = _key(False, "torch's deterministic algorithms")
+    iterations: int = _training(100000, "training steps", least=1, most=1e15)
+    batch_size: int = _training(128, "images per step", least=1)
+    eval_every: int = _training(100, "iterations between validations of the rounded network", least=1)
+    recalibrate: int = _training(0, "batches to recompute the final batch-norm statistics from; 0 keeps them", least=0)
+    seed: int = _training(0, "of initial weights and batches", least=-(2**63), most=2**63 - 1)
+    precision: str = _training("auto", "bfloat16 is autocast, auto on CUDA", choices=("auto", "float32", "bfloat16"))
+    channels_last: bool | None = _training(None, "memory format; auto is channels_last where torch computes it right")
+    compile: bool | None = _training(None, "torch.compile; auto is on CUDA only")
+    deterministic: bool = _training(False, "torch's deterministic algorithms")
 
     # Where it is computed.
     device: str = _machine("auto", "cpu, cuda or cuda:N; auto is CUDA if there is one")
@@ -212,6 +216,14 @@ class Config:
     def __getitem__(self, name: str) -> Any:
         return vars(self)[name]
 
+    def nested(self) -> dict[str, dict[str, Any]]:
+        """All values by section and key.
+
+        >>> Config().nested()["machine"]
+        {'device': 'auto', 'data_root': 'data', 'threads': 0, 'engine': 'auto'}
+        """
+        return {name: {k: self[k] for k, each in KEYS.items() if each.section == name} for name in _SECTIONS}
+
     def record(self) -> dict[str, Any]:
         """All values with the version, for files; :func:`upgrade` reads it."""
         return {"version": VERSION, **dataclasses.asdict(self)}
@@ -234,7 +246,7 @@ class Config:
     @property
     def identity(self) -> str:
         """A digest of the experiment: of all keys but those of the machine, of logging and of the origin."""
-        return _digest({name: self[name] for name, each in KEYS.items() if each.section in ("experiment", "model")})
+        return _digest({name: self[name] for name, each in KEYS.items() if each.section not in _NOT_THE_EXPERIMENT})
 
     def idle_overrides(self) -> dict[str, str]:
         """The overrides that have no effect here, each with the reason."""
@@ -242,7 +254,8 @@ class Config:
         for name in self.overrides:
             conditions = re.findall(r"(\w+)(!?)=(\S*)", KEYS[name].used)
             unmet = [other for other, no, values in conditions if (self[other] in values.split(",")) == bool(no)]
-            if KEYS[name].section == "model" and (":" in self.model or name not in models.options(self.model)):
+            option = KEYS[name].section == "model" and name != "model"
+            if option and (":" in self.model or name not in models.options(self.model)):
                 unmet.append("model")
             if unmet:
                 idle[name] = f"{unmet[0]} is {self[unmet[0]] or 'not set'}"
@@ -266,8 +279,8 @@ class Config:
         return schedules.build(self.beta_schedule, start=1.0, steps=self.iterations, log=True, **terms)
 
     def text(self) -> str:
-        """The content of a file: flat JSON with its version and its own checksum."""
-        content = self.record()
+        """The content of a file: nested JSON with its version and its own checksum."""
+        content = {"version": VERSION, **self.nested()}
         return json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n"
 
     @classmethod
@@ -289,11 +302,11 @@ class Config:
             raise ConfigError(f"{path} is damaged ({type(error).__name__}); {_REMEDY}") from error
         if not whole:
             raise ConfigError(f"{path} was altered: its checksum does not match; {_REMEDY}")
-        newer = [name for name in content if name not in KEYS and name != "version"]
-        if newer or content.get("version", 1) not in range(1, VERSION + 1):
-            what = f"has the key {newer[0]!r:.60}" if newer else f"is of version {content['version']!r:.60}"
+        version, content = content.get("version", 1), upgrade(content)
+        newer = [name for name in content if name not in KEYS]
+        if newer or version not in range(1, VERSION + 1):
+            what = f"has the key {newer[0]!r:.60}" if newer else f"is of version {version!r:.60}"
             raise ConfigError(f"{path} {what}, unknown to this version of mirrorquant: use the version that wrote it")
-        content = upgrade(content)
         method = content.get("method", cls.method)
         if isinstance(method, str) and method not in methods.names():
             raise ConfigError(
@@ -315,12 +328,14 @@ _CHANGEABLE = {name: each for name, each in KEYS.items() if each.section != "ori
 
 
 def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat values of any version under their current names, without the version.
+    """The values of any version as a flat dictionary under their current names, without the version.
 
     >>> upgrade({"method": "pmf-authors", "lr": 0.1, "overrides": {"method": "pmf-authors"}})
     {'method': 'pmf', 'lr': 0.1, 'overrides': {'method': 'pmf'}}
     """
-    current = dict(values)
+    current: dict[str, Any] = {}
+    for name, value in values.items():
+        current |= value if name in _SECTIONS and isinstance(value, dict) else {name: value}
     version = current.pop("version", 1)
     if version == 1 and isinstance(current.get("method"), str):
         current["method"] = methods.RENAMED.get(current["method"], current["method"])
