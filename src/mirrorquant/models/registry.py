@@ -52,8 +52,8 @@ def register(name: str, label: str = "") -> Callable[[_Builder], _Builder]:
 def names() -> list[str]:
     """Names of the registered models, sorted.
 
-    >>> names()
-    ['digitsnet', 'mobilenetv2', 'resnet18', 'vgg16']
+    >>> "resnet18" in names()
+    True
     """
     return sorted(_MODELS)
 
