@@ -17,7 +17,8 @@ def test_random_networks_do_the_same_packed():
 
 
 @pytest.mark.slow
-def test_hundreds_of_random_networks_do_the_same_packed():
-    valid, fused = compare(600, 10**6)
-    assert valid > 400
+def test_more_random_networks_do_the_same_packed():
+    """Each is compiled, which takes a second: python tests/fuzz_graphs.py makes more."""
+    valid, fused = compare(150, 10**6)
+    assert valid > 90
     assert fused > valid / 2
