@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu.test_cuda import Centred, Clip
 from torch import nn
 
 import mirrorquant as mq
@@ -123,20 +124,6 @@ def test_both_engines_count_steps_alike(method, tmp_path):
 )
 def test_both_engines_train_alike_with_any_recipe(method, changed):
     assert_alike(lambda: build.task(config(*changed.split(), method=method)))
-
-
-class Clip(mq.Method):
-    """Elementwise, and unknown to the library."""
-
-    def project(self, latent, beta):
-        return (beta * latent).clamp(self.levels[0], self.levels[-1])
-
-
-class Centred(mq.Method):
-    """Not elementwise: subtracts the mean of each tensor."""
-
-    def project(self, latent, beta):
-        return torch.tanh(beta * (latent - latent.mean()))
 
 
 class Counted(mq.Method):

@@ -115,29 +115,27 @@ class OnCuda(unittest.TestCase):
             with self.subTest(type(method).__name__):
                 self.assert_captured_steps_are_plain(make)
 
-    def test_a_stopped_run_resumes(self):
-        config = Config.from_recipe(RECIPE, BASIC)
-        whole = Run(config, self.folder / "whole", quiet=True)
-        whole.train()
-        run = Run(config, self.folder / "run", quiet=True)
-        for _ in range(30):
+    def stopped(self, config, name, steps):
+        """The folder of a run that was stopped after some steps, with a checkpoint."""
+        run = Run(config, self.folder / name, quiet=True)
+        for _ in range(steps):
             run.advance()
         run.saved = 0.0
         run._save()
         run.folder.release()
-        resumed = Run.resume(self.folder / "run", quiet=True)
+        return self.folder / name
+
+    def test_a_stopped_run_resumes(self):
+        config = Config.from_recipe(RECIPE, BASIC)
+        whole = Run(config, self.folder / "whole", quiet=True)
+        whole.train()
+        resumed = Run.resume(self.stopped(config, "run", 30), quiet=True)
         summary = resumed.train()
         self.assertEqual(resumed.engine.name, "graph")
         self.assertIn("continuing after iteration 30", resumed.messages)
         self.assertEqual(summary["parameters"]["bits"], 1.0)
         self.assertEqual(resumed.task.opt.beta, whole.task.opt.beta)
-        moved = Run(config, self.folder / "moved", quiet=True)
-        for _ in range(10):
-            moved.advance()
-        moved.saved = 0.0
-        moved._save()
-        moved.folder.release()
-        elsewhere = Run.resume(self.folder / "moved", ["device=cpu"], quiet=True)
+        elsewhere = Run.resume(self.stopped(config, "moved", 10), ["device=cpu"], quiet=True)
         elsewhere.train()
         self.assertEqual(elsewhere.engine.name, "plain")
 

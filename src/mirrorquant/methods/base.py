@@ -202,8 +202,8 @@ class Method:
     def adopted(self, weight: Tensor, state: State) -> State | None:
         """The state of which a weight is the rounded image, with its own scale; None for one that is off its levels."""
         unit, factor = weight, state.get("scale")
-        if self.scale is not None and factor is not None:
-            largest = weight.abs().to(factor.dtype).expand_as(weight)
+        if factor is not None:
+            largest = weight.abs().to(factor.dtype)
             dims = [i for i in range(weight.dim()) if factor.shape[i] == 1]
             largest = largest.amax(dims, keepdim=True) / max(map(abs, self.levels)) if weight.numel() else factor
             factor = torch.where(largest > 0, largest, factor)

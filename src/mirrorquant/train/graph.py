@@ -30,7 +30,6 @@ from mirrorquant._text import first_line
 from mirrorquant.data.loader import Normalise
 from mirrorquant.groups import Quantized
 from mirrorquant.methods import REF, Method
-from mirrorquant.mirrors import Beta
 from mirrorquant.optimizer import MirrorDescent, beta_at
 from mirrorquant.train import beside, compiling
 from mirrorquant.train.engine import PlainEngine, Unsupported
@@ -181,7 +180,7 @@ class GraphEngine:
         """Batch, augmentation, forward pass and loss: one function, so that they compile together."""
         chosen = place * self.loader.batch_size + self.offsets
         images, labels = self.loader.compose(self.order[chosen], self.draws[chosen])
-        batch = Batch(self.laid_out(images), labels)
+        batch = Batch(self.task.laid_out(images), labels)
         with self.task.autocast():
             return self.task.objective(functional_call(self.task.model, weights, (batch.images,)), batch)
 
@@ -197,10 +196,6 @@ class GraphEngine:
                 q.settle()
             for part in self.moving:
                 part.quantized(self.knobs, _NEXT).project()
-
-    def laid_out(self, images: Tensor) -> Tensor:
-        """Images in the memory format of the model."""
-        return images.contiguous(memory_format=torch.channels_last) if self.task.channels_last else images
 
     def captured(self, work: Callable[[], None], what: str) -> torch.cuda.CUDAGraph:
         """A CUDA graph of the work."""
@@ -280,22 +275,10 @@ class _Validation:
                 part.quantized(self.engine.knobs, _NEXT)._replace(weights=[image]).project(rounded=True)
 
     def _batch(self, weights: dict[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
-        task, x = self.engine.task, self.engine.laid_out(self.normalise(images))
+        task, x = self.engine.task, self.engine.task.laid_out(self.normalise(images))
         with task.autocast():
             logits = functional_call(task.model, weights, (x,))
         return task.objective.tally(logits, labels)
-
-
-class _Float(Method):
-    """A float weight with a float32 master."""
-
-    def project(self, latent: Tensor, beta: Beta) -> Tensor:
-        """The master."""
-        return latent
-
-    def round(self, latent: Tensor, beta: Beta) -> Tensor:
-        """The master."""
-        return latent
 
 
 class Master:
@@ -343,7 +326,7 @@ class Part:
     ) -> None:
         method = opt.param_groups[index]["method"]
         self.index, self.flat, self.layout = index, flat, [p.detach() for p in params.values()]
-        self.method: Method = _Float() if isinstance(method, REF) else method
+        self.method: Method = method  # REF projects a float weight from its float32 master, like any other method
         self.frozen = opt.finalized and not isinstance(method, REF)
         moved = [opt.state.get(p, {}).get("latent", p) for p in params.values()]
         self.starts, end = [], 0

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mirrorquant.data import Data, Images, Loader
 from mirrorquant.optimizer import MirrorDescent
@@ -38,7 +38,11 @@ class Task:
     def batch(self, k: int) -> Batch:
         """Training batch k, in the memory format of the model."""
         images, labels = self.loader.batch(k)
-        return Batch(images.contiguous(memory_format=torch.channels_last) if self.channels_last else images, labels)
+        return Batch(self.laid_out(images), labels)
+
+    def laid_out(self, images: Tensor) -> Tensor:
+        """Images in the memory format of the model."""
+        return images.contiguous(memory_format=torch.channels_last) if self.channels_last else images
 
     def autocast(self) -> torch.autocast | nullcontext[None]:
         """The context in which the network computes."""
