@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mirrorquant.data import Images, Loader, clean_batches
+from mirrorquant.data import Data, DataError, Images, Loader, clean_batches
 from mirrorquant.data.augment import AUGMENTATIONS, Crop, ResizedCrop
 
 MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
@@ -21,8 +21,13 @@ def pictures(count=50, height=12, width=10, channels=3):
     return Images(images, torch.arange(count), tuple(map(str, range(count))))  # the label says which image it is
 
 
-def loader(images=None, *, batch_size=8, augment="crop-flip", seed=3, **rest):
-    return Loader(images or pictures(), batch_size=batch_size, augment=augment, mean=MEAN, std=STD, seed=seed, **rest)
+def dataset(images=None, mean=MEAN, std=STD):
+    images = images or pictures()
+    return Data("pictures", images, images, images, mean, std, augment="crop-flip")
+
+
+def loader(images=None, *, batch_size=8, augment="", seed=3, device="cpu"):
+    return Loader(dataset(images).to(device), batch_size=batch_size, augment=augment, seed=seed)
 
 
 def same(a, b):
@@ -178,7 +183,7 @@ def test_a_gpu_gives_the_very_same_batches(augment):
 
 def test_clean_batches_give_every_image_once_in_order():
     images = pictures()
-    batches = list(clean_batches(images, 8, MEAN, STD))
+    batches = list(clean_batches(images, dataset(images), 8))
     assert [len(y) for _, y in batches] == [8] * 6 + [2]
     x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     assert torch.equal(y, images.labels)
@@ -198,10 +203,7 @@ def test_wrong_arguments_are_refused(change, message):
         loader(**change)
 
 
-def test_wrong_batch_numbers_and_statistics_are_refused():
-    with pytest.raises(ValueError, match="k is -1, expected 0 or more"):
-        loader().batch(-1)
-    with pytest.raises(ValueError, match="expected 3 each, one per channel"):
-        clean_batches(pictures(), 8, (0.5,), (0.5,))
-    with pytest.raises(ValueError, match="batch_size is 0"):
-        clean_batches(pictures(), 0, MEAN, STD)
+def test_statistics_that_do_not_fit_the_channels_are_refused():
+    for mean, std in (((0.5,), (0.5,)), (MEAN, (0.5, 0.5, 0.0))):
+        with pytest.raises(DataError, match="expected 3 each, one per channel, std above 0"):
+            dataset(mean=mean, std=std)

@@ -31,7 +31,7 @@ def reference():
     opt = mq.MirrorDescent(base, method="md-tanh-s", anneal=schedules.geometric(1.2, every=3))
     opt.load_state_dict(state["optimizer"])
     model.load_state_dict(state["model"])
-    loader = data.Loader(digits.train, batch_size=64, augment=digits.augment, mean=digits.mean, std=digits.std, seed=3)
+    loader = data.Loader(digits, batch_size=64, seed=3)
     for k in range(state["step"], 60):
         for group in opt.param_groups:
             group["lr"] = 0.003 * 0.1 ** (k // 25)

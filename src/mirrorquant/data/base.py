@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -78,11 +78,17 @@ class Data:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     augment: str
+    _grey: list[Tensor] = field(init=False)  # mean and std in grey levels, on the device of the images
 
     def __post_init__(self) -> None:
         for split, images in (("val", self.val), ("test", self.test)):
             if images.shape != self.train.shape or images.classes != self.train.classes:
                 raise DataError(f"{self.name}: the {split} images differ from the training images in shape or classes")
+        if not len(self.mean) == len(self.std) == self.shape[0] or min(self.std) <= 0:
+            found = f"mean is {self.mean} and std is {self.std}"
+            raise DataError(f"{self.name}: {found}, expected {self.shape[0]} each, one per channel, std above 0")
+        grey = [(torch.tensor(v, dtype=torch.float64) * 255).float().view(-1, 1, 1) for v in (self.mean, self.std)]
+        object.__setattr__(self, "_grey", [v.to(self.train.images.device) for v in grey])
 
     def __repr__(self) -> str:
         splits = f"{len(self.train)} train, {len(self.val)} val, {len(self.test)} test images"
@@ -97,6 +103,11 @@ class Data:
     def classes(self) -> tuple[str, ...]:
         """The names of the classes, in the order of the labels."""
         return self.train.classes
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Bytes as float32 of mean 0 and variance 1, by a subtraction and a division that are exact everywhere."""
+        mean, std = self._grey  # tensors: a GPU would multiply by the reciprocal of a number, which rounds differently
+        return images.float().sub_(mean).div_(std)
 
     def to(self, device: torch.device | str) -> Data:
         """The same data on another device; a split that serves twice is moved once."""

@@ -93,9 +93,9 @@ def task(config: Config, *, download: bool = True) -> Task:
     """Everything that an engine needs, on the device of the configuration."""
     place = device(config)
     data = load_data(config.data, config.data_root, download=download).to(place)
-    size, augment, classes = config.batch_size, config.augment or data.augment, len(data.classes)
+    classes = len(data.classes)
     try:
-        loader = Loader(data.train, batch_size=size, augment=augment, mean=data.mean, std=data.std, seed=config.seed)
+        loader = Loader(data, batch_size=config.batch_size, seed=config.seed, augment=config.augment)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     network = model(config, classes, data.shape[0]).to(place)

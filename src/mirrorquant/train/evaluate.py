@@ -30,7 +30,7 @@ def accuracy(
     mode, totals = model.training, torch.zeros(2, device=images.labels.device)
     model.eval()
     with context or nullcontext():
-        for x, y in clean_batches(images, BATCH, data.mean, data.std):
+        for x, y in clean_batches(images, data, BATCH):
             totals += objective.tally(model(x), y)
     model.train(mode)
     right, loss = totals.tolist()

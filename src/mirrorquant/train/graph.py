@@ -27,7 +27,6 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from mirrorquant._text import first_line
-from mirrorquant.data.loader import Normalise
 from mirrorquant.groups import Quantized
 from mirrorquant.methods import REF, Method
 from mirrorquant.optimizer import MirrorDescent, beta_at
@@ -232,7 +231,7 @@ class _Validation:
 
     def __init__(self, engine: GraphEngine) -> None:
         task, self.engine = engine.task, engine
-        self.images, self.normalise = task.data.val, Normalise(task.data.val, task.data.mean, task.data.std)
+        self.images = task.data.val
         self.rounded = [(part, torch.zeros_like(part.image)) for part in engine.moving]
         self.weights = {name: weight.detach() for name, weight in engine.weights.items()}
         for part, image in self.rounded:
@@ -275,7 +274,7 @@ class _Validation:
                 part.quantized(self.engine.knobs, _NEXT)._replace(weights=[image]).project(rounded=True)
 
     def _batch(self, weights: dict[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
-        task, x = self.engine.task, self.engine.task.laid_out(self.normalise(images))
+        task, x = self.engine.task, self.engine.task.laid_out(self.engine.task.data.normalise(images))
         with task.autocast():
             logits = functional_call(task.model, weights, (x,))
         return task.objective.tally(logits, labels)
