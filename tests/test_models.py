@@ -173,8 +173,8 @@ def test_build_names_an_option_that_a_model_does_not_take() -> None:
         models.build("vgg16", 10, stem_stride=2)
 
 
-def test_one_function_adds_a_model_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_MODELS", copy.copy(registry._MODELS))
+def test_one_function_adds_a_model_with_its_options(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: registry._MODELS.pop("linear"))
 
     @models.register("linear", label="Linear")
     def linear(classes: int = 10, *, width: int = 64) -> nn.Module:

@@ -7,14 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["begin", "owner"]
+__all__ = ["OPTIMIZERS", "owner"]
 
-_OPTIMIZERS: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in their order
-
-
-def begin(optimizer: Any) -> None:
-    """Registers an optimizer, for as long as it lives."""
-    _OPTIMIZERS[optimizer] = None
+OPTIMIZERS: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # those that live, in their order
 
 
 def owner(parameter: Tensor) -> Any | None:
@@ -22,7 +17,7 @@ def owner(parameter: Tensor) -> Any | None:
 
     Of several, the newest decides: an earlier one, perhaps forgotten and not yet collected, does not move it any more.
     """
-    for optimizer in reversed(list(_OPTIMIZERS)):
+    for optimizer in reversed(list(OPTIMIZERS)):
         if "latent" in optimizer.state.get(parameter, {}):
             return None if optimizer.finalized or optimizer._inside_quantized else optimizer
     return None

@@ -128,10 +128,8 @@ def health(opt: MirrorDescent) -> Health:
         for q in opt._quantized():
             for name, weight, state in q.tensors():
                 levels, scale = q.method.levels, state.get("scale", 1.0)
-                rounded = (
-                    weight if levels.holds(weight.detach(), state.get("scale")) else q.method.rounded(state, q.beta)
-                )
-                rounded = levels.nearest(rounded.detach() / scale)
+                on_levels = levels.holds(weight.detach(), state.get("scale"))
+                rounded = levels.nearest((weight if on_levels else q.method.rounded(state, q.beta)) / scale)
                 shares, gap = _compared(local(weight.detach() / scale), local(rounded), levels)
                 typical = _typical(local(state["latent"] / scale), local(weight))
                 found.append(TensorHealth(name, levels, weight.numel(), shares, gap, float(q.beta), typical))
@@ -146,10 +144,8 @@ def advice(opt: MirrorDescent, learnt: Collection[Tensor]) -> str:
     """
     tensors = [(name, local(w.detach())) for q in opt._quantized() for name, w, _ in q.tensors() if w in learnt]
     initial = dict(tensors)
-    varied = {
-        name for name, weight in initial.items() if weight.numel() and bool((weight != weight.flatten()[0]).any())
-    }
-    collapsed = [t for t in health(opt).tensors if t.collapsed and t.name in varied]
+    found = [t for t in health(opt).tensors if t.collapsed and t.name in initial]
+    collapsed = [t for t in found if bool(initial[t.name].min() < initial[t.name].max())]
     if not collapsed:
         return ""
     levels, level = collapsed[0].levels, collapsed[0].main_level
@@ -184,8 +180,6 @@ def local(tensor: Tensor) -> Tensor:
 
 def _compared(weight: Tensor, rounded: Tensor, levels: Levels) -> tuple[tuple[float, ...], float]:
     """The share of the rounded weights on each level, and their mean distance from the weights, in level distances."""
-    if not weight.numel():
-        return (0.0,) * len(levels), 0.0
     rounded = rounded.to(weight.dtype)
     shares = tuple(float((rounded == level).double().mean()) for level in levels.tensor(weight))
     spacing = 2 * levels.radius / (len(levels) - 1)
@@ -194,8 +188,6 @@ def _compared(weight: Tensor, rounded: Tensor, levels: Levels) -> tuple[tuple[fl
 
 def _typical(latent: Tensor, weight: Tensor) -> float:
     """The median of |latent|; for one number per level, that of half the difference between the two largest."""
-    if not latent.numel():
-        return 0.0
     if latent.dim() > weight.dim():
         first, second = latent.topk(2, dim=0).values
         return float((first - second).median()) / 2

@@ -211,10 +211,14 @@ class Softmax(Mirror):
 
 
 class NumericalMirror(Mirror):
-    """A mirror that is given by its projection, ``interval`` and ``bracket``; the inverse follows numerically."""
+    """A mirror that is given by its projection, ``interval``, ``bracket`` and ``between``; the rest is numerical."""
 
     def bracket(self, primal: Tensor, beta: Beta) -> tuple[Tensor, Tensor]:
         """Two dual points with P(low) ≤ w ≤ P(high)."""
+        raise NotImplementedError
+
+    def between(self, x: Tensor, y: Tensor, beta: Beta) -> Tensor:
+        """D(P(x), P(y)) = ∫ (P(s) − P(x)) ds from x to y, two dual points in float64."""
         raise NotImplementedError
 
     def inverse(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
@@ -223,6 +227,15 @@ class NumericalMirror(Mirror):
         if primal.requires_grad:  # by the inverse function theorem, dx/dw = 1 / P'(x)
             x = x + (primal.double() - primal.detach()) / self.derivative(x, beta)
         return x.to(primal.dtype)
+
+    def potential(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
+        """Φ_β(w) = D(w, P_β(0)), where ∇Φ_β is 0; its own gradient is x = P_β⁻¹(w), by the envelope theorem."""
+        w, x = primal.double(), self._root(primal, beta)
+        return (self.between(x, torch.zeros_like(x), beta) + x * (w - w.detach())).to(primal.dtype)
+
+    def divergence(self, p: Tensor, q: Tensor, beta: Beta = 1.0) -> Tensor:
+        """D(p, q), between the dual points."""
+        return self.between(self._root(p, beta), self._root(q, beta), beta).to(p.dtype)
 
     @torch.no_grad()
     def _root(self, primal: Tensor, beta: Beta) -> Tensor:
@@ -306,43 +319,26 @@ class ShiftedTanh(NumericalMirror):
         rise = q.radius * Tanh().inverse((primal - q.centre) / q.radius, beta)
         return q.thresholds[0] + rise, q.thresholds[-1] + rise
 
-    def potential(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
-        """Φ_β(w) = w x − ∫₀ˣ P_β with x = P_β⁻¹(w), in closed form: ∫ tanh = log cosh."""
-        w, x = primal.double(), self._root(primal, beta)
-        return (w * x - self._area(x, beta) + self._area(torch.zeros_like(x), beta)).to(primal.dtype)
-
-    def _area(self, x: Tensor, beta: Beta) -> Tensor:
-        q, scale = self.levels, beta / self.levels.radius
-        area = q.centre * x
-        for low, high, t in zip(q, q[1:], q.thresholds, strict=False):
-            distance = (x - t).abs()
-            area = area + (high - low) / 2 * (distance + torch.log1p(torch.exp(-2 * scale * distance)) / scale)
-        return area
-
-    def divergence(self, p: Tensor, q: Tensor, beta: Beta = 1.0) -> Tensor:
+    def between(self, x: Tensor, y: Tensor, beta: Beta) -> Tensor:
         """The tanh divergences of the single steps, weighted with their heights: each term is non-negative.
 
         A step's (1 ± tanh z)/2 are σ(±2z), which keep their precision where the step saturates; where they underflow,
         their logarithms do not.
         """
         scale = 2 * beta / self.levels.radius
-        x_p, x_q = self._root(p, beta), self._root(q, beta)
-        total = torch.zeros_like(x_p)
+        total = torch.zeros_like(x)
         for low, high, t in zip(self.levels, self.levels[1:], self.levels.thresholds, strict=False):
             for side in (-scale, scale):
-                z_p, z_q = side * (x_p - t), side * (x_q - t)
+                z_p, z_q = side * (x - t), side * (y - t)
                 a, b = torch.sigmoid(z_p), torch.sigmoid(z_q)
                 far = a * (F.logsigmoid(z_p) - F.logsigmoid(z_q)) - (a - b)
                 total = total + (high - low) * torch.where(z_q < -700, far, relative_entropy(a - b, b))
-        return (total / scale).to(p.dtype)
+        return total / scale
 
 
 @dataclass(frozen=True)
 class _FromProjection(NumericalMirror):
-    """The result of ``mirror_from``: P_β(x) = P(β x), so P_β⁻¹, Φ_β and D_β are those of β = 1 divided by β.
-
-    With x = P⁻¹(w), all is an integral in the dual space, by Theorem 1.
-    """
+    """The result of ``mirror_from``: P_β(x) = P(β x), so P_β⁻¹, Φ_β and D_β are those of β = 1 divided by β."""
 
     projection: Callable[[Tensor], Tensor]
     interval: tuple[float, float]
@@ -356,21 +352,13 @@ class _FromProjection(NumericalMirror):
         far = torch.full_like(primal, 1e100)
         return -far, far
 
-    def inverse(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
-        """P⁻¹(w) / β."""
-        return super().inverse(primal, 1.0).div(beta)
+    def between(self, x: Tensor, y: Tensor, beta: Beta) -> Tensor:
+        """The integral at β = 1, whose integrand keeps its sign, divided by β."""
+        low = self.projection(beta * x)
+        return _integrate(lambda s: self.projection(s) - low, beta * x, beta * y) / beta
 
-    def potential(self, primal: Tensor, beta: Beta = 1.0) -> Tensor:
-        """∫₀ˣ (w − P(s)) ds / β; its gradient is x, by the envelope theorem."""
-        w, x = primal.double(), self._root(primal, 1.0)
-        area = _integrate(lambda s: w.detach() - self.projection(s), torch.zeros_like(x), x)
-        return (area + x * (w - w.detach())).to(primal.dtype).div(beta)
-
-    def divergence(self, p: Tensor, q: Tensor, beta: Beta = 1.0) -> Tensor:
-        """∫ (P(s) − p) ds / β from P⁻¹(p) to P⁻¹(q), whose integrand keeps its sign."""
-        wide = p.double()
-        area = _integrate(lambda s: self.projection(s) - wide, self._root(p, 1.0), self._root(q, 1.0))
-        return area.to(p.dtype).div(beta)
+    def _root(self, primal: Tensor, beta: Beta) -> Tensor:
+        return super()._root(primal, 1.0) / beta
 
 
 def mirror_from(projection: Callable[[Tensor], Tensor], interval: tuple[float, float]) -> Mirror:

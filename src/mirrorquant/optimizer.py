@@ -124,7 +124,7 @@ class MirrorDescent(Optimizer):
             base.state.update(type(base)([dict(group) for group in base.param_groups], **base.defaults).state)
         self._constructed = True
         self._begin(self.param_groups[:], self.state)
-        _owners.begin(self)
+        _owners.OPTIMIZERS[self] = None
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group, quantized by its own ``method``, ``levels`` and ``anneal``, or by the optimizer's.

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mirrorquant.models.init import initialize
-from mirrorquant.models.registry import ModelError, build, builder, identify, label, names, options, register
+from mirrorquant.models.registry import _MODELS, ModelError, build, identify, label, names, options, register
 
 __all__ = ["ModelError", "build", "identify", "initialize", "label", "names", "options", "register"]
 
@@ -26,6 +26,6 @@ for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    if name in names():
-        return builder(name)
+    if name in _MODELS:
+        return _MODELS[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

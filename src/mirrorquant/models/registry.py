@@ -4,7 +4,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -19,12 +19,8 @@ class ModelError(MirrorquantError, ValueError):
     """A model cannot be built as requested."""
 
 
-class _Entry(NamedTuple):
-    builder: Callable[..., nn.Module]
-    label: str
-
-
-_MODELS = Registry[_Entry]("model", ModelError, "MODULE:FUNCTION")
+_MODELS = Registry[Callable[..., nn.Module]]("model", ModelError, "MODULE:FUNCTION")
+_LABELS: dict[str, str] = {}
 
 
 def register(name: str, label: str = "") -> Callable[[_Builder], _Builder]:
@@ -43,7 +39,8 @@ def register(name: str, label: str = "") -> Callable[[_Builder], _Builder]:
             model.built_as = {"name": name, "options": dict(bound.arguments)}  # type: ignore[assignment]
             return model
 
-        _MODELS[name] = _Entry(built, label or name)
+        _MODELS[name] = built
+        _LABELS[name] = label
         return cast(_Builder, function if inspect.isclass(function) else built)  # pickle needs the class itself
 
     return wrap
@@ -60,12 +57,7 @@ def names() -> list[str]:
 
 def label(name: str) -> str:
     """A model as it is usually written: ``resnet18`` is ResNet-18. Returns an unknown name as it is."""
-    return _MODELS[name].label if name in _MODELS else name
-
-
-def builder(name: str) -> Callable[..., nn.Module]:
-    """The function that builds a registered model."""
-    return _MODELS[name].builder
+    return _LABELS.get(name) or name
 
 
 def options(name: str) -> list[str]:
@@ -74,7 +66,7 @@ def options(name: str) -> list[str]:
     >>> options("resnet18")
     ['affine', 'stem_stride']
     """
-    return [option for option in inspect.signature(builder(name)).parameters if option != "classes"]
+    return [option for option in inspect.signature(_MODELS[name]).parameters if option != "classes"]
 
 
 def build(name: str, classes: int, **options: Any) -> nn.Module:
@@ -95,7 +87,7 @@ def build(name: str, classes: int, **options: Any) -> nn.Module:
     Traceback (most recent call last):
     mirrorquant.models.registry.ModelError: There is no model 'resnet81'. Did you mean 'resnet18'? ...
     """
-    function = _imported(name) if ":" in name else builder(name)
+    function = _imported(name) if ":" in name else _MODELS[name]
     signature = inspect.signature(function)
     if "classes" in signature.parameters:
         options["classes"] = classes

@@ -1,4 +1,4 @@
-"""Binary activations: the sign, with a gradient that training can use."""
+"""Layers for networks with few-valued weights *and* activations."""
 
 from typing import Any
 
@@ -24,6 +24,8 @@ class BinaryActivation(nn.Module):
     In a packed network the layer after it computes with bits alone.
 
     Example:
+        >>> BinaryActivation()(torch.tensor([-0.2, 0.0, 3.0]))
+        tensor([-1.,  1.,  1.])
         >>> x = torch.tensor([-2.0, -0.5, 0.25], requires_grad=True)
         >>> BinaryActivation("polynomial")(x).sum().backward()
         >>> x.grad
