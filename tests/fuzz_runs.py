@@ -273,7 +273,8 @@ def run_command(arguments):
     try:
         with contextlib.redirect_stderr(told), contextlib.redirect_stdout(printed), warnings.catch_warnings():
             warnings.simplefilter("default")
-            warnings.filterwarnings("ignore", "constrained_layout not applied|Glyph")  # labels nobody would choose
+            ignored = "constrained_layout not applied|Glyph|Casting complex|Initializing zero-element"
+            warnings.filterwarnings("ignore", ignored)  # for labels and tensors that nobody would choose
             code = main(arguments)
     finally:
         signal.alarm(0)

@@ -7,12 +7,12 @@ import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a file for reading; a FIFO, socket, device or directory raises OSError instead of blocking forever."""
-    return open(path, "rb", opener=_open_regular)
+def open_regular(path: str | os.PathLike[str], mode: Literal["rb", "ab"] = "rb") -> BinaryIO:
+    """Opens a file; a FIFO, socket, device or directory raises OSError instead of blocking forever."""
+    return open(path, mode, opener=_open_regular)
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
@@ -22,21 +22,12 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def parse_json(content: bytes) -> Any:
-    """Parses JSON; raises ValueError for anything else, and for integers that do not fit in 64 bits.
+    """Parses JSON; integers of more than 20 digits become floats, which overflow to infinity instead of raising.
 
-    >>> parse_json(b"[-9223372036854775808]")
-    [-9223372036854775808]
-    >>> parse_json(b"[1" + 400 * b"0" + b"]")
-    Traceback (most recent call last):
-    ValueError: an integer of 401 digits
+    >>> parse_json(b"[-9223372036854775808, 1" + 400 * b"0" + b"]")
+    [-9223372036854775808, inf]
     """
-    return json.loads(content, parse_int=_parse_int)
-
-
-def _parse_int(digits: str) -> int:
-    if len(digits) > 20 or not -(1 << 63) <= int(digits) < 1 << 63:
-        raise ValueError(f"an integer of {len(digits)} digits")
-    return int(digits)
+    return json.loads(content, parse_int=lambda digits: int(digits) if len(digits) <= 20 else float(digits))
 
 
 def write_atomically(path: Path, content: bytes | bytearray, error: type[Exception]) -> None:
@@ -58,28 +49,21 @@ def write_atomically(path: Path, content: bytes | bytearray, error: type[Excepti
         if not path.parent.is_dir():
             raise error(f"{path} could not be written: its folder is gone") from problem
         raise error(f"{path} could not be written ({problem.strerror}); what was there before is intact") from problem
-    try:
-        sync_folder(path.parent)
-    except OSError as problem:
-        raise error(f"{path} was written, but may not survive a power cut ({problem.strerror})") from problem
+    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the renames in a folder durable; does nothing where the system cannot."""
-    if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as problem:
-        if problem.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(handle)
+    """Makes the renames in a folder durable, where the system can: Windows and some file systems cannot."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _open_regular(path: str, flags: int) -> int:
-    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a FIFO would wait for a writer
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)  # a FIFO would wait for its other end
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # Python itself rejects a directory, as one
         os.close(handle)

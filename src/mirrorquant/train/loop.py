@@ -39,7 +39,6 @@ __all__ = ["Interrupted", "Run", "RunError"]
 
 BINS = 61
 CHECKPOINT_SECONDS = 60
-_LATER = ("logged", "aside", "metrics", "cuda_rng")  # keys that checkpoints of version 0.1 may lack
 _COUNTS = ("step", "logged", "best_step", "best_accuracy", "best")  # attributes of a run, and keys of its checkpoint
 
 
@@ -202,35 +201,31 @@ class Run:
     # Checkpoints.
 
     def _save(self) -> None:
-        self.saved = time.monotonic()
+        """Writes everything that the run needs to continue."""
+        self.saved, device = time.monotonic(), self.task.device
         with self.clock.apart("checkpoints"):
             if evaluate.has_nan(self.task.opt):  # a graph does not look at its gradients
                 raise self._diverged(self.step)
             self.engine.sync()
-            self.folder.write_checkpoint(self._state(self.engine.losses, self.metrics.seal()))
-
-    def _state(self, losses: Tensor, seal: dict[str, Any]) -> dict[str, Any]:
-        """Everything that the run needs to continue."""
-        device = self.task.device
-        return {
-            **{name: getattr(self, name) for name in _COUNTS},
-            "seconds": self.clock.seconds,
-            "aside": self.clock.aside,
-            "losses": losses,
-            "model": self.task.model.state_dict(),
-            "optimizer": self.task.opt.state_dict(),
-            "rng": torch.get_rng_state(),
-            **({"cuda_rng": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}),
-            "metrics": seal,
-            "config": self.config.text(),
-        }
+            state = {
+                **{name: getattr(self, name) for name in _COUNTS},
+                "seconds": self.clock.seconds,
+                "aside": self.clock.aside,
+                "losses": self.engine.losses,
+                "model": self.task.model.state_dict(),
+                "optimizer": self.task.opt.state_dict(),
+                "rng": torch.get_rng_state(),
+                **({"cuda_rng": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}),
+                "metrics": self.metrics.seal(),
+                "config": self.config.text(),
+            }
+            self.folder.write_checkpoint(state)
 
     def _restore(self) -> None:
         """Continues from the newest checkpoint that fits, if there is one."""
         self.clock.seconds, metrics = 0.0, self.folder.path / "metrics.jsonl"
-        fresh = self._state(torch.zeros(()), {"bytes": 0, "sha256": ""})
-        if state := self.folder.restore(lambda state: self._load(state, fresh), self.say):
-            self.engine.losses.copy_(state["losses"])
+        if (losses := self.folder.restore(self._load, self.say)) is not None:
+            self.engine.losses.fill_(losses)
             self.say(f"continuing after iteration {self.step}")
             if self.step and not metrics.exists():
                 self.say(f"{metrics} is missing: the curves begin here")
@@ -239,8 +234,11 @@ class Run:
         self.saved = time.monotonic()
         self.progress.begin(self.step)
 
-    def _load(self, state: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
-        """Loads a checkpoint after comparing it with a fresh one; any error but RunError means that it is damaged."""
+    def _load(self, state: dict[str, Any]) -> float:
+        """Loads a checkpoint, and returns the losses since the last record; RunError means that it is of another run.
+
+        Version 0.1 wrote no ``logged``, ``aside`` and ``metrics``.
+        """
         task, cuda = self.task, self.task.device.type == "cuda"
         theirs = Config.parse(state.get("config", ""), self.folder.path / CHECKPOINT[0])
         if theirs.identity != self.config.identity:
@@ -248,31 +246,27 @@ class Run:
         if theirs.precision == "auto" and ("cuda_rng" in state) != cuda:  # as in runs of version 0.1
             there, here = ("cpu", "cuda") if cuda else ("cuda", "cpu")
             raise RunError(f"the run began on {there} with precision=auto, which differs on {here}: use device={there}")
-        whole = {**{name: fresh[name] for name in _LATER if name in fresh}, **state}
-        expected = {**fresh, "best": fresh["model"] if whole["best_step"] >= 0 else {}}
-        for name, value in expected.items():
-            checkpoint.fits(whole.get(name), value, name, dict(task.model.named_buffers()))
-        step, best_step, first = whole["step"], whole["best_step"], min(self.config.eval_every, self.config.iterations)
-        if not best_step <= step <= self.config.iterations or (best_step < 0) != (step < first):
-            raise ValueError(f"step is {step} and best_step {best_step}, which is impossible")
-        if whole["best_accuracy"] > 100:
-            raise ValueError(f"best_accuracy is {whole['best_accuracy']}, expected at most 100")
-        task.opt.load_state_dict(whole["optimizer"])
-        task.model.load_state_dict(whole["model"])
-        if task.opt.steps != step:
-            raise ValueError(f"the optimizer has taken {task.opt.steps} steps, expected {step}")
+        if state["best_step"] >= 0:
+            task.model.load_state_dict(state["best"])  # raises unless it fits
+        task.opt.load_state_dict(state["optimizer"])
+        task.model.load_state_dict(state["model"])
+        if task.opt.steps != state["step"]:
+            raise ValueError(f"the optimizer has taken {task.opt.steps} steps, expected {state['step']}")
         with task.opt.quantized():  # raises unless the weights belong to their latents
             pass
-        task.model.load_state_dict(whole["model"])  # to the last bit: another version may have projected otherwise
-        torch.set_rng_state(whole["rng"])
+        task.model.load_state_dict(state["model"])  # to the last bit: another version may have projected otherwise
+        torch.set_rng_state(state["rng"])
         if cuda and "cuda_rng" in state:
-            torch.cuda.set_rng_state(whole["cuda_rng"], task.device)
+            torch.cuda.set_rng_state(state["cuda_rng"], task.device)
+        state.setdefault("logged", task.opt.steps - task.opt.steps % theirs.log_every)
         for name in _COUNTS:
-            setattr(self, name, whole[name])
-        if "logged" not in state:
-            self.logged = self.step - self.step % theirs.log_every
-        self.clock.seconds, self.clock.aside, self.seal = whole["seconds"], whole["aside"], state.get("metrics")
-        return whole
+            setattr(self, name, type(getattr(self, name))(state[name]))
+        self.clock.seconds = float(state["seconds"])
+        if "aside" in state:
+            self.clock.aside = {name: float(state["aside"][name]) for name in self.clock.aside}
+        if "metrics" in state:
+            self.seal = {"bytes": int(state["metrics"]["bytes"]), "sha256": state["metrics"]["sha256"]}
+        return float(state["losses"])
 
     # The end.
 

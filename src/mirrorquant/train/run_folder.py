@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -25,6 +25,7 @@ __all__ = ["Best", "RunError", "RunFolder"]
 
 BEST = ("best.pt", "best.mq")  # the second name is from version 0.1
 CHECKPOINT = ("checkpoint.pt", "checkpoint.mq")
+_T = TypeVar("_T")
 _ORIGIN = ("recipe", "data", "model", "method", "levels", "seed")
 
 
@@ -46,7 +47,7 @@ class RunFolder:
         """Creates the folder if needed and locks it until ``release``, or until the process ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            file = self._held.enter_context(open(self.path / ".lock", "wb", opener=_open_lock))  # noqa: SIM115
+            file = self._held.enter_context(_files.open_regular(self.path / ".lock", "ab"))
         except OSError as error:
             raise RunError(f"{self.path} cannot be used as a run folder ({error.strerror})") from error
         try:
@@ -101,15 +102,13 @@ class RunFolder:
                 remedy = "It was removed or renamed during the run: start again"
             raise RunError(f"{error}. {remedy}") from error
 
-    def restore(
-        self, use: Callable[[dict[str, Any]], dict[str, Any]], say: Callable[[str], None]
-    ) -> dict[str, Any] | None:
-        """Uses the newest checkpoint that is undamaged, and returns it, or None if there is no file."""
+    def restore(self, load: Callable[[dict[str, Any]], _T], say: Callable[[str], None]) -> _T | None:
+        """The result of ``load`` for the newest checkpoint that is undamaged; None if there is no file."""
         problems = []
         for path in (path for name in CHECKPOINT for path in checkpoint.spares(self.path / name)):
             if path.exists():
                 try:
-                    return checkpoint.whole(path, use)
+                    return checkpoint.use(path, load)
                 except RunError:  # it belongs to another run
                     raise
                 except MirrorquantError as error:
@@ -141,7 +140,7 @@ class Best:
         if path.is_dir() or not path.suffix:
             expected = Config.load(path / "config.json")
             path = next((path / name for name in BEST if (path / name).exists()), path / BEST[0])
-        return checkpoint.whole(path, lambda state: cls._of(state, path, expected))
+        return checkpoint.use(path, lambda state: cls._of(state, path, expected))
 
     @classmethod
     def _of(cls, state: dict[str, Any], path: Path, expected: Config | None) -> Best:
@@ -149,12 +148,8 @@ class Best:
         if expected is not None and expected.identity != config.identity:
             raise ConfigError(f"{path} belongs to another configuration than config.json")
         images = state.get("images") or _images(expected or config)
-        sizes = [images["classes"], *images["shape"]]
-        if len(sizes) < 2 or not all(type(size) is int and 0 < size <= 1 << 20 for size in sizes):
-            raise ValueError(f"its images are {images!s:.60}, expected a number of classes and a shape")
         model = build.model(config, images["classes"], images["shape"][0])
         opt = build.optimizer(config, model, 1)
-        checkpoint.fits(state.get("model"), model.state_dict(), "model", dict(model.named_buffers()))
         model.load_state_dict(state["model"])
         return cls(model.eval(), opt, expected or config, images, path)
 
@@ -172,9 +167,3 @@ class Best:
 def _images(config: Config) -> dict[str, Any]:
     data = load_data(config.data, config.data_root, download=False)
     return {"classes": len(data.classes), "shape": list(data.shape)}
-
-
-def _open_lock(path: str, flags: int) -> int:
-    """Follows no link and does not wait at a FIFO: the folder of a stranger may hold either."""
-    careful = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    return os.open(path, flags | careful, 0o666)
