@@ -270,7 +270,7 @@ def test_a_mirror_must_end_where_the_levels_do():
 
 
 def test_unknown_methods_answer_with_the_nearest_name():
-    with pytest.raises(ValueError, match="did you mean 'md-tanh-s'"):
+    with pytest.raises(ValueError, match="Did you mean 'md-tanh-s'"):
         methods.get("md-tanhs")
     with pytest.raises(ValueError, match="give one"):
         methods.get(methods.BC(), TERNARY)

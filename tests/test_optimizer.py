@@ -698,7 +698,8 @@ def test_capture_in_a_cuda_graph_is_refused(monkeypatch):
     model = small_network()
     opt = wrap(model)
     before = snapshot(model, opt)
-    monkeypatch.setattr("mirrorquant.optimizer._capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="each replay would use the same beta"):
         opt.step()
     assert same(before, snapshot(model, opt))
@@ -726,7 +727,7 @@ def same(a, b):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "md-tan"}, "did you mean 'md-tanh'"),
+        ({"method": "md-tan"}, "Did you mean 'md-tanh'"),
         ({"levels": [1, -1]}, "increase strictly"),
         ({"levels": [1]}, "two or more"),
         ({"levels": 2}, r"levels are 2, but they must be a sequence of numbers"),

@@ -307,7 +307,7 @@ def test_every_recipe_of_the_paper_runs_20_iterations(name, tmp_path):
     assert run.task.opt.steps == 20
     with run.task.opt.quantized():
         for q in run.task.opt._quantized():
-            assert all(q.method.levels.holds(weight) for weight in q.weights)
+            assert q.method.levels.holds(q.weight)
 
 
 # Killed and continued.
@@ -1011,7 +1011,7 @@ def test_a_full_disk_on_resuming_leaves_the_metrics_as_they_were(finished, tmp_p
         (["finalize_at=0"], "finalize_at is 0.0, but it must be at least 1e-09"),
         (["lr_scale=1e300", "lr_interval=1"], "the learning rate reaches inf in 800 iterations"),
         (["optimizer=lion"], "one of adam, adamw, sgd"),
-        (["method=md-tanhs"], "did you mean 'md-tanh-s'"),
+        (["method=md-tanhs"], "Did you mean 'md-tanh-s'"),
         (["levels=1,0"], "increase strictly"),
         (["levels=one"], "numbers like -1,0,1"),
         (["method=md-tanh", "levels=ternary"], "two levels only"),

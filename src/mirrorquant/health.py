@@ -126,13 +126,12 @@ def health(opt: MirrorDescent) -> Health:
     found = []
     with torch.no_grad():
         for q in opt._quantized():
-            for name, weight, state in q.tensors():
-                levels, scale = q.method.levels, state.get("scale", 1.0)
-                on_levels = levels.holds(weight.detach(), state.get("scale"))
-                rounded = levels.nearest((weight if on_levels else q.method.rounded(state, q.beta)) / scale)
-                shares, gap = _compared(local(weight.detach() / scale), local(rounded), levels)
-                typical = _typical(local(state["latent"] / scale), local(weight))
-                found.append(TensorHealth(name, levels, weight.numel(), shares, gap, float(q.beta), typical))
+            levels, weight, scale = q.method.levels, q.weight.detach(), q.state.get("scale", 1.0)
+            on_levels = levels.holds(weight, q.state.get("scale"))
+            rounded = levels.nearest((weight if on_levels else q.method.rounded(q.state, q.beta)) / scale)
+            shares, gap = _compared(local(weight / scale), local(rounded), levels)
+            typical = _typical(local(q.state["latent"] / scale), local(weight))
+            found.append(TensorHealth(q.name, levels, weight.numel(), shares, gap, float(q.beta), typical))
     return Health(tuple(found))
 
 
@@ -142,8 +141,7 @@ def advice(opt: MirrorDescent, learnt: Collection[Tensor]) -> str:
     Called while the parameters still have their initial values. Constant ones, such as zeros, are left out: they do not
     show which scale the levels should have.
     """
-    tensors = [(name, local(w.detach())) for q in opt._quantized() for name, w, _ in q.tensors() if w in learnt]
-    initial = dict(tensors)
+    initial = {q.name: local(q.weight.detach()) for q in opt._quantized() if q.weight in learnt}
     found = [t for t in health(opt).tensors if t.collapsed and t.name in initial]
     collapsed = [t for t in found if bool(initial[t.name].min() < initial[t.name].max())]
     if not collapsed:

@@ -34,14 +34,9 @@ class Levels(tuple[float, ...]):
             levels = super().__new__(cls, map(float, values))
         except (TypeError, ValueError) as error:
             raise TypeError(f"levels are {list(values)}, but each must be a number: try Levels(-1, 1)") from error
-        if len(levels) < 2:
-            raise ValueError(f"levels are {list(levels)}, but quantization needs two or more: try Levels(-1, 1)")
-        if not all(map(math.isfinite, levels)):
-            raise ValueError(f"levels are {list(levels)}, but each must be a finite number")
-        if any(a >= b for a, b in pairwise(levels)):
-            distinct = sorted(set(levels))
-            right = ", ".join(f"{v:g}" for v in (distinct if len(distinct) > 1 else (-1, 1)))
-            raise ValueError(f"levels are {list(levels)}, but they must increase strictly: try Levels({right})")
+        if len(levels) < 2 or not all(map(math.isfinite, levels)) or any(a >= b for a, b in pairwise(levels)):
+            expected = "two or more finite numbers that increase strictly: try Levels(-1, 1)"
+            raise ValueError(f"levels are {list(levels)}, but they must be {expected}")
         return levels
 
     @staticmethod

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -377,7 +378,7 @@ def mirror_from(projection: Callable[[Tensor], Tensor], interval: tuple[float, f
     ValueError: the projection runs from -0.9 to 0.9, but Theorem 1 needs a map onto the interval (-1, 1)...
     """
     low, high = map(float, interval)
-    if not low < high or not all(map(torch.isfinite, torch.tensor([low, high]))):
+    if not -math.inf < low < high < math.inf:
         raise ValueError(f"the interval is ({low:g}, {high:g}), but Theorem 1 needs a finite open one, as in (-1, 1)")
     tail = torch.logspace(1, 100, 199, dtype=torch.float64)
     grid = torch.cat([-tail.flip(0), torch.linspace(-9.99, 9.99, 2000, dtype=torch.float64), tail])
@@ -389,11 +390,8 @@ def mirror_from(projection: Callable[[Tensor], Tensor], interval: tuple[float, f
     inside = (values[:-1] > low + slack) & (values[1:] < high - slack)
     flat = (values.diff() < 0) | (inside & (values.diff() == 0) & onto)
     if bool(flat.any()):
-        i = int(flat.nonzero()[0])
-        raise ValueError(
-            f"the projection goes from {values[i]:.6g} at {grid[i]:.6g} to {values[i + 1]:.6g} at {grid[i + 1]:.6g}, "
-            "but Theorem 1 needs a strictly increasing map"
-        )
+        x = float(grid[:-1][flat][0])
+        raise ValueError(f"the projection does not rise at {x:.6g}, but Theorem 1 needs a strictly increasing map")
     if not onto:
         raise ValueError(
             f"the projection runs from {values[0]:.6g} to {values[-1]:.6g}, but Theorem 1 needs a map onto the "
@@ -421,7 +419,5 @@ def _refuse_jumps_and_corners(
     _, corner = _bisect(inner, corner, lambda x: projection(x) != ends, 100)
     for end, x, before in zip(ends.tolist(), corner.tolist(), projection(0.999 * corner).tolist(), strict=True):
         if abs(before - end) > slack:
-            raise ValueError(
-                f"the projection reaches its end {end:.6g} at {x:.6g} and stays there, but Theorem 1 needs a strictly "
-                "increasing map, which never arrives"
-            )
+            expected = "but Theorem 1 needs a strictly increasing map, which never arrives"
+            raise ValueError(f"the projection reaches its end {end:.6g} at {x:.6g}, {expected}")

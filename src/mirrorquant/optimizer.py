@@ -40,11 +40,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mirrorquant import _owners, methods, schedules
-from mirrorquant.groups import Quantized, equal
 from mirrorquant.health import HealthWarning, advice, health, local
 from mirrorquant.levels import Levels
 from mirrorquant.methods import REF, Method, Scale
 from mirrorquant.methods.base import State
+from mirrorquant.quantized import Quantized, project, pull_back, settle
 from mirrorquant.schedules import Schedule
 from mirrorquant.select import listed, summarized
 
@@ -176,11 +176,8 @@ class MirrorDescent(Optimizer):
             self.base.step()
         else:
             loss = self.base.step(lambda: self._evaluate(closure))
-        for q in self._quantized():
-            if not self.finalized:
-                q.settle()
-            for state in q.states:
-                state["latent"].grad = None
+        if not self.finalized:
+            settle(self._quantized())
         self._advance(after)
         self._write(rounded=False)
         return loss
@@ -223,7 +220,7 @@ class MirrorDescent(Optimizer):
             HealthWarning: rounding changed the network a lot, or left a tensor with a single level.
         """
         with torch.no_grad():
-            finals = [(state, self._final(q, n, w, state)) for q in self._quantized() for n, w, state in q.tensors()]
+            finals = [(q.state, self._final(q).state) for q in self._quantized()]
             for state, final in finals:
                 _fill(state, final)
         found = [] if self.finalized else health(self).problems
@@ -235,14 +232,14 @@ class MirrorDescent(Optimizer):
     def __repr__(self) -> str:
         """The tensors per method and levels, and those that stay in float, with the reason."""
         lines = [f"MirrorDescent({type(self.base).__name__}, step {self.steps}{', finalized' * self.finalized})"]
-        for q in (q for q in self._quantized() if q.weights):
-            levels, count = ", ".join(f"{level:g}" for level in q.method.levels), sum(w.numel() for w in q.weights)
-            tensors = "1 tensor" if len(q.names) == 1 else f"{len(q.names)} tensors"
-            title = f"{q.method.name or type(q.method).__name__}, levels {levels}"
-            lines.append(f"  {title}: {tensors}, {count:,} weights ({listed(q.names)})")
         floats = []
         for group in self.param_groups:
-            usual = "method 'ref'" if isinstance(group["method"], REF) else "frozen"
+            method, sizes = group["method"], {self._names[p]: p.numel() for p in group["params"] if p in self.state}
+            if sizes:
+                levels, tensors = ", ".join(f"{level:g}" for level in method.levels), "tensor" + "s" * (len(sizes) > 1)
+                title = f"{method.name or type(method).__name__}, levels {levels}: {len(sizes)} {tensors}"
+                lines.append(f"  {title}, {sum(sizes.values()):,} weights ({listed([*sizes])})")
+            usual = "method 'ref'" if isinstance(method, REF) else "frozen"
             floats += [(self._names[p], self._why.get(p, usual)) for p in group["params"] if p not in self.state]
         return "\n".join(lines + [f"  float: {summarized(floats)}"] * bool(floats))
 
@@ -261,14 +258,13 @@ class MirrorDescent(Optimizer):
     # Groups and states.
 
     def _quantized(self) -> list[Quantized]:
-        """The quantized groups."""
-        found = []
-        for group in self.param_groups:
-            if not isinstance(group["method"], REF):
-                weights = [p for p in group["params"] if p in self.state]
-                names, states = [self._names[p] for p in weights], [self.state[p] for p in weights]
-                found.append(Quantized(names, weights, states, group["method"], group["beta"], group.get("lr", 1.0)))
-        return found
+        """The quantized tensors, in the order of the groups."""
+        return [
+            Quantized(self._names[p], p, self.state[p], group["method"], group["beta"], group.get("lr", 1.0))
+            for group in self.param_groups
+            for p in group["params"]
+            if p in self.state
+        ]
 
     def _params(self) -> list[Tensor]:
         """All parameters of all groups."""
@@ -300,10 +296,9 @@ class MirrorDescent(Optimizer):
         self._write(rounded=False)
         for group in groups:
             if group["method"].learns_scale:
-                weights = [p for p in group["params"] if p in self.state]
-                scales = [(f"{self._names[p]}.scale", self.state[p]["scale"]) for p in weights]
+                scales = {f"{self._names[p]}.scale": self.state[p]["scale"] for p in group["params"] if p in self.state}
                 ours = {k: v for k, v in group.items() if k not in (*_OURS, "params", "param_names")}
-                params = scales if "param_names" in group else [scale for _, scale in scales]
+                params = [*scales.items()] if "param_names" in group else [*scales.values()]
                 self.add_param_group({**ours, "weight_decay": 0.0, "params": params, "method": "ref", "scale": None})
         if found:
             warnings.warn(found, HealthWarning, stacklevel=3)
@@ -312,7 +307,7 @@ class MirrorDescent(Optimizer):
 
     def _prepare(self) -> list[float]:
         """The next β per group, and the hyperparameters copied to the base optimizer; raises before any change."""
-        if _capturing():
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "step() cannot be captured in a CUDA graph: each replay would use the same beta. Capture the forward "
                 "and backward pass and step outside, or train with mirrorquant.train, whose graph engine updates beta"
@@ -343,8 +338,7 @@ class MirrorDescent(Optimizer):
         if self._check_gradients:
             self._refuse_bad_gradients()
         if not self.finalized:
-            for q in self._quantized():
-                q.pull_back()
+            pull_back(self._quantized())
 
     def _advance(self, betas: list[float]) -> None:
         """Sets β_{k+1} until finalized, and copies back the values that the base optimizer keeps in its groups."""
@@ -358,8 +352,7 @@ class MirrorDescent(Optimizer):
     def _write(self, *, rounded: bool) -> None:
         """weight = project(latent), or round(latent); once finalized, the weights stay."""
         if not self.finalized:
-            for q in self._quantized():
-                q.project(rounded=rounded)
+            project(self._quantized(), rounded=rounded)
         self._remember()
 
     # Errors that leave everything as it was.
@@ -413,27 +406,23 @@ class MirrorDescent(Optimizer):
         return self._versions.get(weight, (-1, -1))[0] != weight._version
 
     @torch.no_grad()
-    def _is_ours(self, q: Quantized, weight: Tensor, state: State) -> bool:
+    def _is_ours(self, q: Quantized) -> bool:
         """Whether a weight still is the image of its latent; once finalized, whether it is on its levels.
 
         An untouched weight may have been converted to half precision and back.
         """
         if self.finalized:
-            return q.method.adopted(weight.detach(), state) is not None
-        if self._touched(weight):
-            return q.shows(weight, state, torch.finfo(weight.dtype).eps)
-        latent_changed = self._versions[weight][1] != state["latent"]._version
-        return latent_changed or q.shows(weight, state, 2.0**-8)
+            return q.adopted() is not None
+        if self._touched(q.weight):
+            return q.shows(torch.finfo(q.weight.dtype).eps)
+        latent_changed = self._versions[q.weight][1] != q.state["latent"]._version
+        return latent_changed or q.shows(2.0**-8)
 
     def _refuse_changed(self, doing: str) -> None:
         """Raises if a weight was changed, since writing the image of its latent would undo the change."""
-        if not any(map(self._touched, self.state)):
-            return
         for q in self._quantized():
-            for name, weight, state in q.tensors():
-                if self._touched(weight) and not self._is_ours(q, weight, state):
-                    raise RuntimeError(self._changed(name, doing))
-        self._remember()
+            if self._touched(q.weight) and not self._is_ours(q):
+                raise RuntimeError(self._changed(q.name, doing))
 
     def _changed(self, name: str, doing: str) -> str:
         remedy = "build a new MirrorDescent after loading"
@@ -446,30 +435,23 @@ class MirrorDescent(Optimizer):
             f"for any others, {remedy}"
         )
 
-    def _final(self, q: Quantized, name: str, weight: Tensor, state: State) -> State:
-        """The state to be rounded: the current one, or that of a weight which was replaced by exact levels.
+    def _final(self, q: Quantized) -> Quantized:
+        """The tensor to be rounded: with its current state, or that of a weight which was replaced by exact levels.
 
         Values are compared, since changes through ``.data`` do not show in the version.
         """
-        kind, ours = type(q.method).__name__, self._is_ours(q, weight, state)
-        final = state if ours else q.method.adopted(weight.detach(), state)
-        if bool(local((final or state)["latent"]).isnan().any()):  # infinite is a primal point that reached its level
-            raise RuntimeError(f"the latent of {name} holds NaN: training diverged; nothing was rounded")
-        if final is None or not (ours or equal(weight, q.method.rounded(final, q.beta))):
-            raise RuntimeError(self._changed(name, "finalize()"))
-        if bool(local(q.method.image(final, q.beta)).isnan().any()):
-            raise RuntimeError(f"{kind}.project gives NaN for {name} at beta {float(q.beta):g}; nothing was rounded")
-        if not q.method.levels.holds(q.method.rounded(final, q.beta).to(weight.dtype), final.get("scale")):
-            raise RuntimeError(f"{kind}.round left {name} off its {q.method.levels}; nothing was rounded")
+        kind, ours = type(q.method).__name__, q.is_rounded() if self.finalized else self._is_ours(q)
+        final = q if ours else q.adopted()
+        state = (final or q).state
+        if bool(local(state["latent"]).isnan().any()):  # infinite is a primal point that reached its level
+            raise RuntimeError(f"the latent of {q.name} holds NaN: training diverged; nothing was rounded")
+        if final is None or not (ours or final.is_rounded()):
+            raise RuntimeError(self._changed(q.name, "finalize()"))
+        if bool(local(q.method.image(state, q.beta)).isnan().any()):
+            raise RuntimeError(f"{kind}.project gives NaN for {q.name} at beta {float(q.beta):g}; nothing was rounded")
+        if not q.method.levels.holds(q.method.rounded(state, q.beta).to(q.weight.dtype), state.get("scale")):
+            raise RuntimeError(f"{kind}.round left {q.name} off its {q.method.levels}; nothing was rounded")
         return final
-
-    @torch.no_grad()
-    def _follow_loaded(self) -> None:
-        """States of weights that were loaded after finalize(): a state saved now must give these weights back."""
-        for q in self._quantized() if self.finalized else ():
-            for _, weight, state in q.tensors():
-                if not equal(weight, q.method.rounded(state, q.beta)):
-                    _fill(state, q.method.adopted(weight.detach(), state) or state)
 
     # Saving and loading.
 
@@ -480,13 +462,14 @@ class MirrorDescent(Optimizer):
         else of an optimizer.
         """
         try:
+            if self.finalized:
+                self.finalize()  # weights that were loaded since: this state must give them back
             self._refuse_changed("loading it")
-            self._follow_loaded()
         except RuntimeError as error:  # only a warning: tools ask for a state before they load one
             warnings.warn(f"the optimizer's state does not belong to the model's weights: {error}", stacklevel=2)
-        state, base = super().state_dict(), self.base.state_dict()
+        state = super().state_dict()
         fresh = self.steps == 0 and not self.base.state
-        kept: dict[int, dict[str, Any]] = self._unstepped() if fresh else base["state"]
+        kept: dict[int, dict[str, Any]] = self._unstepped() if fresh else self.base.state_dict()["state"]
         common = {"steps": self.steps, "finalized": self.finalized, "base_class": type(self.base).__name__}
         for group in state["param_groups"]:
             method: Method = group.pop("method")
@@ -498,8 +481,7 @@ class MirrorDescent(Optimizer):
             if set(entries) & set(mine):
                 raise ValueError(f"{type(self.base).__name__} keeps its own {', '.join(mine)}: cannot be saved")
             state["state"][i] = {**mine, **entries}
-        extra = {k: v for k, v in base.items() if k not in ("state", "param_groups")}
-        return {**state, "base": extra} if extra else state
+        return state
 
     def _unstepped(self) -> dict[int, dict[str, Any]]:
         """The entries that the base optimizer will keep for each parameter: a copy makes a step with zero gradients.
@@ -524,12 +506,11 @@ class MirrorDescent(Optimizer):
         self._refuse_inside("load_state_dict()")
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, state_dict)
-            state_dict = state_dict if changed is None else changed
+            state_dict = before(self, state_dict) or state_dict
         groups, states, kept = self._understood(state_dict)
         steps, finalized = groups[0]["steps"], groups[0]["finalized"]
         betas = [beta_at(group, steps) for group in self.param_groups]
-        self._load_base(groups, kept, state_dict.get("base", {}))
+        self._load_base(groups, kept)
         for weight, state in zip(self._params(), states, strict=True):
             _fill(self.state.get(weight, {}), state)
         self.steps, self.finalized = steps, False
@@ -548,23 +529,22 @@ class MirrorDescent(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _load_base(self, groups: list[Group], kept: list[State], extra: dict[str, Any]) -> None:
+    def _load_base(self, groups: list[Group], kept: list[State]) -> None:
         """The base optimizer's own state and groups, out of a state of this optimizer."""
         base = self.base.state_dict()
         for theirs, saved in zip(base["param_groups"], groups, strict=True):
             theirs.update({k: saved[k] for k in theirs if k in saved and k not in ("params", "param_names")})
         base["state"] = {i: entries for i, entries in enumerate(kept) if entries and not groups[0]["fresh"]}
-        self.base.load_state_dict({**base, **{k: v for k, v in extra.items() if k not in base}})
+        self.base.load_state_dict(base)
 
     def _understood(self, state_dict: dict[str, Any]) -> tuple[list[Group], list[State], list[State]]:
         """The groups of a state, and per parameter all entries and those of the base; raises if it does not fit."""
         if {"state", "param_groups", "base", "base_class", "steps", "finalized"} <= set(state_dict):
             state_dict = _from_version_0_1(state_dict)
-        groups: list[Group] = state_dict.get("param_groups", [])
+        groups: list[Group] = state_dict.get("param_groups") or [{}]
         missing = {k for k in ("method", "beta", *_SAVED) if any(k not in group for group in groups)}
-        if missing or not groups or "state" not in state_dict:
-            lacking = ", ".join(sorted(missing)) or "state or param_groups"
-            raise ValueError(f"this is not a state of MirrorDescent: {lacking} missing")
+        if missing or "state" not in state_dict:
+            raise ValueError(f"this is not a state of MirrorDescent: {', '.join(sorted(missing)) or 'state'} missing")
         base = groups[0]["base_class"]
         if base != type(self.base).__name__:
             raise ValueError(f"the state was saved with {base}, but the base optimizer is a {type(self.base).__name__}")
@@ -605,15 +585,12 @@ class MirrorDescent(Optimizer):
 
 def _from_version_0_1(old: dict[str, Any]) -> dict[str, Any]:
     """A state in which the base optimizer's state, the step count and ``finalized`` were separate, in today's form."""
-    kept, state = old["base"]["state"], old["state"]
-    common = {"fresh": False, **{key: old[key] for key in ("steps", "finalized", "base_class")}}
-    groups, states = [], {}
-    for group in old["param_groups"]:
-        for i in group["params"]:
-            states[i] = {**state.get(i, {}), **kept.get(i, {})}
-        groups.append({**group, **common, "kept": sum(len(kept.get(i, {})) for i in group["params"])})
-    extra = {k: v for k, v in old["base"].items() if k not in ("state", "param_groups")}
-    return {"state": states, "param_groups": groups, "base": extra}
+    kept = old["base"]["state"]
+    common = {"fresh": False, "kept": 0, **{key: old[key] for key in ("steps", "finalized", "base_class")}}
+    groups = [{**group, **common} for group in old["param_groups"]]
+    groups[0]["kept"] = sum(map(len, kept.values()))
+    states = {i: {**old["state"].get(i, {}), **kept.get(i, {})} for group in groups for i in group["params"]}
+    return {"state": states, "param_groups": groups}
 
 
 def _identity(group: Group) -> str:
@@ -622,10 +599,6 @@ def _identity(group: Group) -> str:
     if method.startswith("{"):
         return method
     return json.dumps({"class": _RENAMED.get(method, method), "levels": list(group["levels"])})
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _fill(state: State, source: State) -> None:

@@ -32,11 +32,11 @@ A module added to this package is imported with it, so its methods are known by 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Iterable
 
+from mirrorquant._registry import suggestion
 from mirrorquant.levels import BINARY, Levels
 from mirrorquant.methods.base import Method, Scale
 from mirrorquant.methods.baselines import BC, PQ, REF
@@ -73,9 +73,8 @@ def get(method: str | Method, levels: Iterable[float] | None = None, scale: Scal
             raise ValueError(f"{method} decides about its scale, but {scale} was given too: give one")
         return method
     if method not in Method.registry:
-        near = difflib.get_close_matches(str(method), Method.registry, 1)
-        hint = f"did you mean {near[0]!r}?" if near else "known are " + ", ".join(Method.registry)
-        raise ValueError(f"there is no method {method!r}: {hint}")
+        hint = suggestion(str(method), names()) or f" Known are {', '.join(names())}."
+        raise ValueError(f"There is no method {method!r}.{hint}")
     return Method.registry[method](Levels.of(BINARY if levels is None else levels), scale=scale)
 
 

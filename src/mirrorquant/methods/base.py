@@ -146,8 +146,8 @@ class Method:
         """
         if bool(weight.isnan().any()):
             raise ValueError(f"{name} holds NaN, so there is nothing to quantize: initialize or load it again")
-        factor = None if self.scale is None else self.scale.of(weight, self.levels)
-        unit = weight if factor is None else weight / factor
+        state: State = {} if self.scale is None else {"scale": self.scale.of(weight, self.levels)}
+        unit = self._unit({"latent": weight, **state})
         latent = self._checked("lift", name, self.lift(unit)).clone()
         if latent.shape[latent.dim() - weight.dim() :] != weight.shape:
             expected = f"{tuple(weight.shape)}, with extra dimensions only in front"
@@ -156,9 +156,7 @@ class Method:
             raise ValueError(
                 f"{self} has several latents per weight, from which no scale can be computed: fix or learn it"
             )
-        state: State = {"latent": latent if factor is None else latent * factor}
-        if factor is not None:
-            state["scale"] = factor
+        state["latent"] = self._times(latent, state)
         state |= {k: self._checked("start", name, v).clone() for k, v in self.start(unit, latent).items()}
         trial = {k: v.clone() for k, v in state.items()}
         for hook, tried in (("project", self.image), ("round", self.rounded)):
@@ -201,16 +199,14 @@ class Method:
 
     def adopted(self, weight: Tensor, state: State) -> State | None:
         """The state of which a weight is the rounded image, with its own scale; None for one that is off its levels."""
-        unit, factor = weight, state.get("scale")
+        unit, factor, found = weight, state.get("scale"), state.copy()
         if factor is not None:
             largest = weight.abs().to(factor.dtype)
             dims = [i for i in range(weight.dim()) if factor.shape[i] == 1]
             largest = largest.amax(dims, keepdim=True) / max(map(abs, self.levels)) if weight.numel() else factor
-            factor = torch.where(largest > 0, largest, factor)
-            unit = self.levels.nearest(weight / factor)
-        found: State = {**state, "latent": self.lift(unit.to(state["latent"].dtype))}
-        if factor is not None:
-            found.update(latent=found["latent"] * factor, scale=factor)
+            found["scale"] = torch.where(largest > 0, largest, factor)
+            unit = self.levels.nearest(weight / found["scale"])
+        found["latent"] = self._times(self.lift(unit.to(state["latent"].dtype)), found)
         return found if self.levels.holds(weight, found.get("scale")) else None
 
     def identity(self) -> str:
@@ -256,10 +252,9 @@ class Method:
 
     def _checked(self, hook: str, name: str, value: object, shape: torch.Size | None = None) -> Tensor:
         """A hook's result, which must be a tensor of floating-point numbers without NaN, of this shape."""
-        if not isinstance(value, Tensor):
-            raise TypeError(self._wrong(hook, name, f"a {type(value).__name__}", "a tensor"))
-        if not value.is_floating_point():
-            raise TypeError(self._wrong(hook, name, str(value.dtype), "a floating-point dtype"))
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            given = str(getattr(value, "dtype", f"a {type(value).__name__}"))
+            raise TypeError(self._wrong(hook, name, given, "a tensor of a floating-point dtype"))
         if shape is not None and value.shape != shape:
             raise ValueError(self._wrong(hook, name, f"shape {tuple(value.shape)}", f"{tuple(shape)}"))
         if bool(value.isnan().any()):
