@@ -17,11 +17,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from mirrorquant._text import printable
+from mirrorquant._text import printable, table
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.packing import Contents, PackedTensor, PackError, file
 from mirrorquant.packing.bits import count_planes, off_level
-from mirrorquant.packing.metadata import about_of
 from mirrorquant.packing.model import Entry
 
 __all__ = ["Row", "Summary", "summary"]
@@ -82,24 +81,18 @@ class Summary:
         return sum(row.float_bytes for row in self.rows)
 
     def __str__(self) -> str:
-        table = [_HEAD]
+        rows = [_HEAD]
         for row in self.rows:
             levels = ", ".join(f"{level:g}" for level in row.levels or ()) + " x a scale" * row.scaled
             shape = "x".join(map(str, row.shape)) or "1"
             numbers = f"{row.count:,}", levels, str(row.bits), f"{row.bytes:,}"
-            table.append((printable(row.name), shape, *numbers, row.why))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = []
-        for cells in table:
-            columns = zip(_HEAD, cells, widths, strict=True)
-            padded = [cell.rjust(width) if name in _RIGHT else cell.ljust(width) for name, cell, width in columns]
-            lines.append("  ".join(padded).rstrip())
+            rows.append((printable(row.name), shape, *numbers, row.why))
         share, times = 100 * self.quantized / max(self.count, 1), self.float_bytes / max(self.bytes, 1)
-        lines.append(
+        return (
+            f"{table(rows, _RIGHT)}\n"
             f"{self.quantized:,} of {self.count:,} weights are quantized ({share:.1f} %); {self.bytes:,} bytes in a "
             f"file, {self.float_bytes:,} in float32 ({times:.1f} times as many)"
         )
-        return "\n".join(lines)
 
 
 def summary(what: nn.Module | MirrorDescent | Contents) -> Summary:
@@ -122,4 +115,4 @@ def summary(what: nn.Module | MirrorDescent | Contents) -> Summary:
     plain, entries = file.stored(what, finalized=False)
     buffers = dict(plain.named_buffers())
     rows = [Row.of(name, entry, "it is a buffer" if name in buffers else "") for name, entry in entries.items()]
-    return Summary(rows, len(file.content(plain, entries, about_of(what))))
+    return Summary(rows, len(file.content(plain, entries, file.about_of(what))))

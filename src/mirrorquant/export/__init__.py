@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mirrorquant.packing.bits import PackedTensor, PackError
-from mirrorquant.packing.file import stored
-from mirrorquant.packing.metadata import about_of, about_text
+from mirrorquant.packing.file import about_of, stored, to_json
 from mirrorquant.packing.model import Entry, restored
 
 __all__ = ["FORMATS", "export"]
@@ -75,7 +74,7 @@ def export(
         from mirrorquant.export import openvino
     from mirrorquant.export import onnx
 
-    text, target = about_text(about_of(model, about)), Path(path)
+    text, target = to_json({"about": about_of(model, about)}), Path(path)
     if to == "openvino" and target.suffix != ".xml":
         raise PackError(f"the path is {path}, but that of OpenVINO IR must end in .xml")
     plain, entries = stored(model)

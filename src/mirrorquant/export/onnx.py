@@ -13,7 +13,7 @@ from mirrorquant import _files
 from mirrorquant._version import __version__
 from mirrorquant.export import ENDS, quiet
 from mirrorquant.packing.bits import PackedTensor, PackError, layout
-from mirrorquant.packing.metadata import read_about
+from mirrorquant.packing.file import read_about
 
 try:
     import onnx

@@ -16,7 +16,7 @@ from mirrorquant import _files
 from mirrorquant.export import reason
 from mirrorquant.levels import BINARY
 from mirrorquant.packing.bits import PackedTensor, PackError, layout, unpack_bits
-from mirrorquant.packing.metadata import read_about
+from mirrorquant.packing.file import read_about
 
 try:
     import numpy as np

@@ -5,17 +5,15 @@ its scales under ``NAME.scale``; all other tensors are stored unchanged. The met
 the format's version, the architecture, the shape, levels and dtype of each packed tensor, and ``sha256``, the digest of
 the whole file with the digest itself replaced by zeros.
 
-Files are not trusted: the digest, names, shapes, sizes and level numbers are checked, and any problem raises a
-:class:`PackError` that names the file. The digest detects damage, not forgery: anyone who modifies a file on purpose
-can recompute it, so compare ``sha256sum`` with a value that you trust.
+Any problem with a file raises a :class:`PackError` that names it. The digest detects damage, not forgery: anyone who
+modifies a file on purpose can recompute it, so compare ``sha256sum`` with a value that you trust.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +24,10 @@ from safetensors import torch as container
 from torch import Tensor, nn
 
 from mirrorquant import _files, models
+from mirrorquant._text import first_line
 from mirrorquant._version import __version__
 from mirrorquant.levels import Levels
-from mirrorquant.packing.bits import PackedTensor, PackError, count_planes, layout, unpack_bits
-from mirrorquant.packing.metadata import about_of, check, field, from_json, to_json
+from mirrorquant.packing.bits import PackedTensor, PackError
 from mirrorquant.packing.model import Entry, PackedModel, assemble, entries_of, skeleton, state
 from mirrorquant.select import unwrapped
 
@@ -38,6 +36,8 @@ __all__ = ["Contents", "load", "read", "save"]
 FORMAT = 2  # format 1 had the digest in a separate metadata entry
 BITS = "plane j holds bit j of the level's number; one row per output channel; the first weight is in the lowest bit"
 _BLANK = "0" * 64
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_MOST_DEEP = 32  # levels of JSON
 _CHECKPOINTS = (b"PK\x03\x04", b"mirrorquant checkpoint ")  # how files of torch.save begin, and a run's old *.mq
 
 
@@ -84,9 +84,11 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, fuse: 
         PackError: the file is damaged, was modified, has a newer format, or belongs to another model.
     """
     contents = read(path)
-    with _naming(path):
+    try:
         plain = _build(contents.architecture) if model is None else _emptied(unwrapped(model))
         entries = _matched(contents.entries, plain)
+    except PackError as error:
+        raise PackError(f"{path}: {error}") from error
     packed = assemble(plain, entries, fuse=fuse)
     packed.about = contents.about
     return packed
@@ -103,17 +105,12 @@ def read(path: str | os.PathLike[str]) -> Contents:
             f"{path} is a checkpoint, not a packed model: 'mirrorquant pack {path}' packs the best.pt of a run, and "
             "torch.load(path, weights_only=True) reads its tensors"
         )
-    with _naming(path):
-        return _contents(Path(path), content)
-
-
-@contextmanager
-def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Puts the name of the file before the message of an error."""
     try:
-        yield
+        return _contents(Path(path), content)
     except PackError as error:
         raise PackError(f"{path}: {error}") from error
+    except Exception as error:  # anything may be wrong in a file from elsewhere
+        raise PackError(f"{path}: it is not a packed model, which mq.save writes ({first_line(error)})") from error
 
 
 @dataclass(frozen=True)
@@ -170,8 +167,6 @@ def content(plain: nn.Module, entries: dict[str, Entry], about: dict[str, Any]) 
         tensors[name] = entry.planes
         packed[name] = {"shape": list(entry.shape), "levels": list(entry.levels), "dtype": _dtype_name(entry.dtype)}
         if entry.scale is not None:
-            if f"{name}.scale" in entries:
-                raise PackError(f"{name} has a scale, but {name}.scale is taken by another tensor of the model")
             tensors[f"{name}.scale"] = entry.scale.to(entry.dtype)
             packed[name]["scale"] = f"{name}.scale"
     description: dict[str, Any] = {"sha256": _BLANK, "format": FORMAT, "library": __version__}
@@ -207,66 +202,78 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _contents(path: Path, content: bytes) -> Contents:
-    header = from_json(content[8 : 8 + int.from_bytes(content[:8], "little")], "header")
-    metadata = field({"__metadata__": {}, **header}, "__metadata__", "its header")
-    text = metadata.get("mirrorquant")
-    check(isinstance(text, str), "it is a safetensors file, but not a packed model, which mq.save writes")
-    description = from_json(text, "description")
-    digest = description.get("sha256", metadata.get("sha256"))
-    before, _, after = content.partition(str(digest or None).encode())
-    found = hashlib.sha256(before + _BLANK.encode() + after).hexdigest()
-    check(found == digest, "it is damaged or was modified: its SHA-256 does not match its content")
-    version = description.get("format")
-    known = type(version) is int and 1 <= version <= FORMAT
-    check(known, f"its format is {version!r:.60}, but mirrorquant {__version__} reads formats up to {FORMAT}")
-    try:
-        tensors = container.load(content)
-    except (SafetensorError, KeyError, AssertionError) as error:
-        raise PackError(f"safetensors cannot read it ({error})") from error
-    packed = field(description, "packed", "its description")
-    entries: dict[str, Entry] = {name: _packed(name, entry, tensors) for name, entry in packed.items()}
-    scales = {f"{name}.scale" for name, entry in packed.items() if "scale" in entry}
-    for name in (name for name in header if name in tensors.keys() - entries - scales):
-        entries[name] = tensors[name]
-        flags = tensors[name].view(torch.uint8) if tensors[name].dtype == torch.bool else torch.empty(0)
-        check(not bool((flags > 1).any()), f"{name} is boolean, but holds other bytes than 0 and 1")
-    architecture = description.get("architecture")
-    if architecture is not None:
-        check(isinstance(architecture, dict), f"its architecture is {architecture!r:.60}, expected an object")
-        architecture = {key: field(architecture, key, "its architecture") for key in ("name", "options", "dtype")}
+    header = from_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    metadata = header.get("__metadata__", {})
+    if "mirrorquant" not in metadata:
+        raise PackError("it is a safetensors file, but not a packed model, which mq.save writes")
+    description = from_json(metadata["mirrorquant"])
+    digest = str(description.get("sha256", metadata.get("sha256")))
+    before, _, after = content.partition(digest.encode())
+    if hashlib.sha256(before + _BLANK.encode() + after).hexdigest() != digest:
+        raise PackError("it is damaged or was modified: its SHA-256 does not match its content")
+    if description["format"] > FORMAT:
+        newer = f"its format is {description['format']}, but mirrorquant {__version__} reads formats up to {FORMAT}"
+        raise PackError(f"{newer}: install a newer mirrorquant")
+    tensors, entries = container.load(content), {}
+    for name, entry in description["packed"].items():
+        dtype, scale = _DTYPES[entry["dtype"]], tensors.pop(f"{name}.scale") if "scale" in entry else None
+        levels = Levels(*torch.tensor(entry["levels"], dtype=dtype).tolist())
+        entries[name] = bits = PackedTensor(tensors.pop(name), entry["shape"], levels, scale, dtype)
+        bits.unpack()  # raises an error unless bits, levels, scale and shape fit each other
     return Contents(
         path=path,
         size=len(content),
         sha256=hashlib.sha256(content).hexdigest(),
-        library=field(description, "library", "its description"),
-        architecture=architecture,
-        about=field(description, "about", "its description"),
-        entries=entries,
+        library=description["library"],
+        architecture=description.get("architecture"),
+        about=dict(description["about"]),
+        entries={**entries, **{name: tensors[name] for name in header if name in tensors}},
     )
 
 
-def _packed(name: str, entry: dict[str, Any], tensors: dict[str, Tensor]) -> PackedTensor:
-    """A tensor from its bits, after its description was checked against them."""
-    shape, numbers, dtype = (field(entry, key, name) for key in ("shape", "levels", "dtype"))
-    dtype = getattr(torch, dtype)
+# Metadata.
+
+
+def from_json(text: bytes | str) -> dict[str, Any]:
+    """Parses an object; raises ValueError for anything else, infinite numbers and nesting beyond 32 levels."""
+    content = json.loads(text)
+    json.dumps(content, allow_nan=False)
+    if not isinstance(content, dict) or _depth(content) > _MOST_DEEP:
+        raise ValueError(f"expected a JSON object at most {_MOST_DEEP} deep")
+    return content
+
+
+def _depth(content: Any) -> int:
+    inner = content.values() if isinstance(content, dict) else content
+    return 1 + max(map(_depth, inner), default=0) if isinstance(content, dict | list) else 0
+
+
+def to_json(value: dict[str, Any]) -> str:
+    """A description as JSON in ASCII that can be read back."""
     try:
-        levels = Levels(*numbers)
-    except (ValueError, OverflowError) as error:
-        raise PackError(f"{name}: {error}") from error
-    exact = torch.tensor(levels, dtype=dtype).tolist() == list(levels)
-    check(exact, f"{name}: levels are {numbers!r:.60}, which {dtype} cannot hold")
-    rows, row = layout(shape)
-    planes, scale = tensors.get(name, torch.empty(0)), tensors.get(f"{name}.scale") if "scale" in entry else None
-    expected = (count_planes(levels), rows, -(-row // 8))
-    right = planes.dtype == torch.uint8 and planes.shape == expected
-    check(right, f"the bits of {name} are missing, or not U8 {list(expected)}")
-    codes = unpack_bits(planes, 8 * planes.shape[2])
-    check(not bool((codes[:, row:] != 0).any()), f"{name} has bits beyond the end of a row")
-    most = int(codes.max()) if codes.numel() else 0
-    check(most < len(levels), f"{name} has level number {most}, but only {len(levels)} levels")
-    right = scale is not None and scale.dtype == dtype and scale.shape in ((1,), (rows,))
-    check(right or "scale" not in entry, f"the scale of {name} is missing, or not {dtype} [{rows}]")
-    return PackedTensor(planes, shape, levels, scale, dtype)
+        text = json.dumps(value, separators=(",", ":"))
+        from_json(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PackError(f"about is {value['about']!r}, but JSON cannot hold it ({error})") from error
+    return text
+
+
+def about_of(model: nn.Module, about: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The metadata of a model: the caller's, or else that of the file it was loaded from."""
+    if about is None:
+        model = unwrapped(model)
+        return dict(model.about) if isinstance(model, PackedModel) else {}
+    if not isinstance(about, dict):
+        raise PackError(f"about is {about!r}, expected a dictionary")
+    return about
+
+
+def read_about(text: str) -> dict[str, Any]:
+    """The metadata that a file of another runtime has as JSON; empty if the text is something else."""
+    try:
+        return dict(from_json(text)["about"])
+    except (LookupError, TypeError, ValueError, RecursionError):
+        return {}
 
 
 # Models.
@@ -276,21 +283,24 @@ def _build(architecture: dict[str, Any] | None) -> nn.Module:
     """A model of this library on the meta device, where a wrong size takes no memory."""
     if architecture is None:
         raise PackError("it holds a model that is not from this library: pass one of the same structure, model=...")
-    name, options = architecture["name"], architecture["options"]
     try:
+        name, options, dtype = (architecture[key] for key in ("name", "options", "dtype"))
+        if name not in models.names():  # others could run code
+            raise ValueError(f"{name!r} is none of {', '.join(models.names())}")
         with torch.device("meta"):
-            return models.build(name, **options).to(getattr(torch, architecture["dtype"]))
-    except (RuntimeError, ValueError, TypeError, ArithmeticError) as error:
-        raise PackError(f"{name} cannot be built with {options} ({str(error).splitlines()[0]:.200})") from error
+            return models.build(name, **options).to(_DTYPES[dtype])
+    except Exception as error:
+        raise PackError(f"its model {architecture} cannot be built ({first_line(error):.200})") from error
 
 
 def _emptied(model: nn.Module) -> nn.Module:
     """A custom model without its numbers, except for buffers that are never saved."""
-    check(isinstance(model, nn.Module), f"the model is a {type(model).__name__}, expected a torch.nn.Module")
     saved = dict(state(model))
     for name, buffer in model.named_buffers():
-        known = name in saved or not buffer.is_meta
-        check(known, f"{name} is a buffer that is not saved and has no numbers: build the model on a real device")
+        if name not in saved and buffer.is_meta:
+            raise PackError(
+                f"{name} is a buffer that is not saved and has no numbers: build the model on a real device"
+            )
     return skeleton(model)
 
 
@@ -301,7 +311,7 @@ def _matched(entries: dict[str, Entry], plain: nn.Module) -> dict[str, Entry]:
         where = "the file has, and the model lacks" if name in entries else "the model has, and the file lacks"
         raise PackError(f"it belongs to another model than {type(plain).__name__}: {where}, {name}")
     for name, tensor in wanted.items():
-        found, expected = entries[name], list(tensor.shape)
-        check(list(found.shape) == expected, f"{name} has the shape {list(found.shape)}, but the model's is {expected}")
-        check(found.dtype == tensor.dtype, f"{name} is {found.dtype}, but the model's is {tensor.dtype}")
+        found, expected = (f"{t.dtype} {list(t.shape)}" for t in (entries[name], tensor))
+        if found != expected:
+            raise PackError(f"{name} is {found}, but the model's is {expected}")
     return {name: entries[name] for name in wanted}

@@ -183,6 +183,8 @@ class PackedModel(nn.Module):
 
 def state(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and persistent buffers, each once, in the model's order."""
+    if not isinstance(model, nn.Module):
+        raise PackError(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
     kept = model.state_dict(keep_vars=True)
     odd = [name for name, value in kept.items() if not isinstance(value, Tensor)]
     if odd:
@@ -236,10 +238,8 @@ def entries_of(
 
     At least one layer must come as bits; a weight of any module will do if the model is only ``stored``.
     """
-    if not isinstance(model, nn.Module):
-        raise PackError(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
-    parameters = {name for name, _ in model.named_parameters()} - _skipped(model, skip)
     names = {id(tensor): name for name, tensor in state(model)}
+    parameters = {name for name, _ in model.named_parameters()} - _skipped(model, skip)
     layers = [names[id(m.weight)] for m in model.modules() if type(m) in _LAYERS and id(m.weight) in names]
     entries: dict[str, Entry] = {}
     for name, part in state(model):
@@ -304,7 +304,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _refuse_sharded(model: nn.Module) -> None:
-    sharded = [name for name, tensor in model.named_parameters() if hasattr(tensor, "full_tensor")]
+    sharded = [name for name, tensor in state(model) if hasattr(tensor, "full_tensor")]
     if sharded:
         raise PackError(
             f"{sharded[0]} is spread over several processes, but a packed model runs in one: call mq.save(model, path) "
