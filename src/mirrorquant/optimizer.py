@@ -178,6 +178,8 @@ class MirrorDescent(Optimizer):
             loss = self.base.step(lambda: self._evaluate(closure))
         if not self.finalized:
             settle(self._quantized())
+        for state in self.state.values():
+            state["latent"].grad = None
         self._advance(after)
         self._write(rounded=False)
         return loss

@@ -56,15 +56,14 @@ def pull_back(tensors: list[Quantized]) -> None:
     """latent.grad = pull_back(weight.grad), and the gradients of learnt scales."""
     for _, weight, state, method, beta, _ in tensors:
         grad = weight.grad
-        state["latent"].grad = None if grad is None else method.gradient(grad, state, beta)
+        _set_grad(state["latent"], None if grad is None else method.gradient(grad, state, beta))
         if method.learns_scale:
-            state["scale"].grad = None if grad is None else method.scale_gradient(grad, state, beta)
+            _set_grad(state["scale"], None if grad is None else method.scale_gradient(grad, state, beta))
 
 
 def settle(tensors: list[Quantized]) -> None:
     """latent = settle(latent), after the base optimizer has moved it."""
     for _, _, state, method, beta, lr in tensors:
-        state["latent"].grad = None
         settled = method.settled(state, beta, lr)
         if settled is not state["latent"]:
             state["latent"].copy_(settled)
@@ -74,3 +73,11 @@ def project(tensors: list[Quantized], *, rounded: bool) -> None:
     """weight = project(latent), or round(latent)."""
     for _, weight, state, method, beta, _ in tensors:
         weight.copy_(method.rounded(state, beta) if rounded else method.image(state, beta))
+
+
+def _set_grad(tensor: Tensor, grad: Tensor | None) -> None:
+    """In place if there is a gradient already, as in a CUDA graph."""
+    if grad is not None and tensor.grad is not None:
+        tensor.grad.copy_(grad)
+    else:
+        tensor.grad = grad

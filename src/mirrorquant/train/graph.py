@@ -27,9 +27,9 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from mirrorquant._text import first_line
-from mirrorquant.groups import Quantized
 from mirrorquant.methods import REF, Method
 from mirrorquant.optimizer import MirrorDescent, beta_at
+from mirrorquant.quantized import Quantized, project, pull_back, settle
 from mirrorquant.train import beside, compiling
 from mirrorquant.train.engine import PlainEngine, Unsupported
 from mirrorquant.train.evaluate import BATCH
@@ -187,14 +187,11 @@ class GraphEngine:
         """``MirrorDescent.step`` on flat tensors."""
         groups = [part.quantized(self.knobs) for part in self.moving]
         with torch.no_grad():
-            for q in groups:
-                q.pull_back()
+            pull_back(groups)
             if self.base is not None:
                 inspect.unwrap(type(self.base).step)(self.base)  # without the hooks around it, which break the graph
-            for q in groups:
-                q.settle()
-            for part in self.moving:
-                part.quantized(self.knobs, _NEXT).project()
+            settle(groups)
+            project([part.quantized(self.knobs, _NEXT) for part in self.moving], rounded=False)
 
     def captured(self, work: Callable[[], None], what: str) -> torch.cuda.CUDAGraph:
         """A CUDA graph of the work."""
@@ -271,7 +268,7 @@ class _Validation:
     def _rounding(self) -> None:
         with torch.no_grad():
             for part, image in self.rounded:
-                part.quantized(self.engine.knobs, _NEXT)._replace(weights=[image]).project(rounded=True)
+                project([part.quantized(self.engine.knobs, _NEXT)._replace(weight=image)], rounded=True)
 
     def _batch(self, weights: dict[str, Tensor], images: Tensor, labels: Tensor) -> Tensor:
         task, x = self.engine.task, self.engine.task.laid_out(self.engine.task.data.normalise(images))
@@ -351,9 +348,9 @@ class Part:
                 self.image.copy_(self.method.image(self.state, opt.param_groups[index]["beta"]))
 
     def quantized(self, knobs: Tensor, beta: int = _BETA) -> Quantized:
-        """The part as one group of the optimizer, with the current β or the next."""
+        """The part as one tensor of the optimizer, with the current β or the next."""
         row = knobs[self.index]
-        return Quantized([""], [self.image], [self.state], self.method, row[beta], row[_LR])
+        return Quantized("", self.image, self.state, self.method, row[beta], row[_LR])
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The tensors of which a flat one (or each row of it) is made up, in shape and memory format."""
