@@ -30,7 +30,6 @@ SECONDS = 60  # for one command; it takes a fraction of one
 COMMANDS = {
     "checkpoint.pt": ["train"],
     "checkpoint.pt.previous": ["train"],
-    "checkpoint.pt.new": ["train"],
     "metrics.jsonl": ["train", "curves"],
     "best.pt": ["eval", "summary", "pack", "pack-file"],
     "config.json": ["train", "eval", "summary", "curves", "pack"],
@@ -226,8 +225,6 @@ def other_kind(path, rng):
 def damage(folder, name, rng):
     """Changes one file of a run's folder; returns how."""
     path = folder / name
-    if not path.exists():  # .new is the newest, if there is one
-        shutil.copy(folder / "checkpoint.pt", path)
     if name.startswith("checkpoint") and rng.random() < 0.5:  # no spare to fall back to
         for other in folder.glob("checkpoint.*"):
             if other != path:

@@ -471,7 +471,7 @@ def test_commands_do_not_wait_for_the_compiler_to_be_imported():
 
 
 def test_what_a_killed_run_was_writing_is_removed_when_it_goes_on(run_folder):
-    half = run_folder / "checkpoint.pt.new.0123abcd.writing"
+    half = run_folder / "checkpoint.pt.0123abcd.writing"
     half.write_bytes(b"half of a checkpoint")
     assert main(["train", "--resume", str(run_folder), "--quiet"]) == 0
     assert not half.exists()

@@ -775,10 +775,13 @@ def test_resuming_and_evaluating_never_download(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("a download was started"))
     folder = tmp_path / "run"
     folder.mkdir()
-    text = config_text(data="cifar10", model="resnet18", data_root=str(tmp_path / "elsewhere"))
+    text = config_text(data="cifar10", model="digitsnet", data_root=str(tmp_path / "elsewhere"))
     (folder / "config.json").write_text(text)
-    (folder / "best.pt").write_bytes(with_checksum({"model": {}, "config": text}))
-    for command in (["train", "--resume"], ["eval"], ["pack"]):
+    model = build.model(Config.load(folder / "config.json"), 10, 3)
+    images = {"classes": 10, "shape": [3, 32, 32]}
+    state = {"model": model.state_dict(), "config": text, "images": images}
+    (folder / "best.pt").write_bytes(with_checksum(state))
+    for command in (["train", "--resume"], ["eval"]):
         assert main([*command, str(folder)]) == 1
         assert "downloading is off" in capsys.readouterr().err
     assert not (tmp_path / "elsewhere").exists()
@@ -812,7 +815,7 @@ def test_a_folder_removed_during_a_run_ends_it_with_one_error(tmp_path, monkeypa
         advance()
 
     run.advance = removing
-    with pytest.raises(RunError, match=r"its folder is gone. It was removed or renamed during the run"):
+    with pytest.raises(RunError, match=r"checkpoint.pt could not be written: its folder is gone"):
         run.train()
     assert told == []
 
@@ -850,8 +853,7 @@ def test_a_file_is_on_the_disk_before_its_name_and_its_name_before_the_next(tmp_
     checkpoint.save(tmp_path / "a.pt", {})
     calls = recorded(monkeypatch, tmp_path)
     checkpoint.save(tmp_path / "a.pt", {})
-    first = ["sync a.pt.new.writing", "rename a.pt.new", "sync ."]
-    assert calls == [*first, "rename a.pt.previous", "rename a.pt", "sync ."]
+    assert calls == ["sync a.pt.writing", "rename a.pt.previous", "rename a.pt", "sync ."]
 
 
 def test_metrics_are_on_the_disk_before_the_checkpoint_that_counts_on_them(tmp_path, monkeypatch):
@@ -861,7 +863,7 @@ def test_metrics_are_on_the_disk_before_the_checkpoint_that_counts_on_them(tmp_p
     assert calls[: calls.index("rename checkpoint.pt")] == [
         *("sync metrics.jsonl.writing", "rename metrics.jsonl", "sync ."),
         "sync metrics.jsonl",
-        *("sync checkpoint.pt.new.writing", "rename checkpoint.pt.new", "sync ."),
+        "sync checkpoint.pt.writing",
     ]
 
 

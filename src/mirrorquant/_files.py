@@ -30,11 +30,13 @@ def parse_json(content: bytes) -> Any:
     return json.loads(content, parse_int=lambda digits: int(digits) if len(digits) <= 20 else float(digits))
 
 
-def write_atomically(path: Path, content: bytes | bytearray, error: type[Exception]) -> None:
+def write_atomically(
+    path: Path, content: bytes | bytearray, error: type[Exception], *, spare: Path | None = None
+) -> None:
     """Writes a temporary file, synchronizes it and renames it; a failure raises ``error``, which names the file.
 
-    Afterwards file and name survive a power cut. Several processes may write the same file at once, as the ranks of a
-    distributed training do: the last one wins.
+    Afterwards file and name survive a power cut, and a file that was there before has the name ``spare``, if given.
+    Several processes may write the same file at once, as the ranks of a distributed training do: the last one wins.
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.writing")
     try:
@@ -42,6 +44,8 @@ def write_atomically(path: Path, content: bytes | bytearray, error: type[Excepti
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        if spare is not None and path.exists():
+            os.replace(path, spare)
         os.replace(temporary, path)
     except OSError as problem:
         with suppress(OSError):
@@ -49,13 +53,8 @@ def write_atomically(path: Path, content: bytes | bytearray, error: type[Excepti
         if not path.parent.is_dir():
             raise error(f"{path} could not be written: its folder is gone") from problem
         raise error(f"{path} could not be written ({problem.strerror}); what was there before is intact") from problem
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the renames in a folder durable, where the system can: Windows and some file systems cannot."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # Windows and some file systems cannot synchronize a folder
+        handle = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from mirrorquant import _files
 from mirrorquant.errors import MirrorquantError
 
-__all__ = ["CheckpointError", "load", "save", "spares", "use"]
+__all__ = ["CheckpointError", "load", "previous", "save", "use"]
 
 _T = TypeVar("_T")
 _DIGEST = 64  # bytes of a SHA-256 in hexadecimal
@@ -36,15 +35,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
     """Writes a checkpoint; the existing one becomes the spare ``*.previous``."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    fresh, _, previous = spares(path)
-    _files.write_atomically(fresh, sealed(buffer.getvalue()), CheckpointError)
-    try:
-        if path.exists():
-            os.replace(path, previous)
-        os.replace(fresh, path)
-        _files.sync_folder(path.parent)
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be replaced ({error.strerror}); {fresh} holds it") from error
+    _files.write_atomically(path, sealed(buffer.getvalue()), CheckpointError, spare=previous(path))
 
 
 def sealed(archive: bytes) -> bytes:
@@ -74,9 +65,9 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} holds no state that can be loaded ({type(error).__name__})") from error
 
 
-def spares(path: Path) -> tuple[Path, Path, Path]:
-    """The paths of checkpoints, newest first: one that is being put in place, the last one, and the previous one."""
-    return path.with_name(path.name + ".new"), path, path.with_name(path.name + ".previous")
+def previous(path: Path) -> Path:
+    """The path of the spare."""
+    return path.with_name(f"{path.name}.previous")
 
 
 def use(path: Path, restore: Callable[[dict[str, Any]], _T]) -> _T:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from torch import nn
 
 from mirrorquant import _files
-from mirrorquant.data import load as load_data
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.train import build, checkpoint, evaluate
@@ -97,15 +96,13 @@ class RunFolder:
         try:
             checkpoint.save(self.path / CHECKPOINT[0], state)
         except CheckpointError as error:
-            remedy = f"Free some space and continue with --resume {shlex.quote(str(self.path))}"
-            if not self.path.is_dir():
-                remedy = "It was removed or renamed during the run: start again"
+            remedy = f"Free some space, or restore the folder, and continue with --resume {shlex.quote(str(self.path))}"
             raise RunError(f"{error}. {remedy}") from error
 
     def restore(self, load: Callable[[dict[str, Any]], _T], say: Callable[[str], None]) -> _T | None:
         """The result of ``load`` for the newest checkpoint that is undamaged; None if there is no file."""
         problems = []
-        for path in (path for name in CHECKPOINT for path in checkpoint.spares(self.path / name)):
+        for path in (path for name in CHECKPOINT for path in (self.path / name, checkpoint.previous(self.path / name))):
             if path.exists():
                 try:
                     return checkpoint.use(path, load)
@@ -147,7 +144,7 @@ class Best:
         config = Config.parse(state.get("config", ""), path)
         if expected is not None and expected.identity != config.identity:
             raise ConfigError(f"{path} belongs to another configuration than config.json")
-        images = state.get("images") or _images(expected or config)
+        images = state["images"]
         model = build.model(config, images["classes"], images["shape"][0])
         opt = build.optimizer(config, model, 1)
         model.load_state_dict(state["model"])
@@ -162,8 +159,3 @@ class Best:
     def off_levels(self) -> list[str]:
         """The quantized parameters with values that are not levels: none, unless the file was forged."""
         return [row["name"] for row in evaluate.layers(self.opt) if row["off_levels"]]
-
-
-def _images(config: Config) -> dict[str, Any]:
-    data = load_data(config.data, config.data_root, download=False)
-    return {"classes": len(data.classes), "shape": list(data.shape)}
