@@ -43,20 +43,14 @@ poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew 
 squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle
 wardrobe whale willow_tree wolf woman worm
 """
-_SUPERCLASSES = """
-4 1 14 8 0 6 7 7 18 3 3 14 9 18 7 11 3 9 7 11 6 11 5 10 7 6 13 15 3 15 0 11 1 10 12 14 16 9 11 5 5 19 8 8 15 13 14
-17 18 10 16 4 17 4 2 0 17 4 18 17 10 3 2 12 12 16 12 1 9 19 2 10 0 1 16 12 9 13 15 13 16 19 2 4 6 19 5 5 8 19 18 1 2
-15 6 0 17 8 14 13
-"""
 CIFAR100_CLASSES = tuple(_NAMES.split())
-CIFAR100_COARSE = torch.tensor([int(label) for label in _SUPERCLASSES.split()])  # of each class
 
 
 @register("cifar10", label="CIFAR-10", shape=(3, 32, 32), classes=10, remedy=f"Unpack {CIFAR10_URL} in {REMEDY}")
 def cifar10(root: Path, *, download: bool) -> Data:
     """CIFAR-10 from `cifar-10-batches-bin` in `root`, or from `root` itself; missing files are downloaded."""
     folder = locate((root / "cifar-10-batches-bin", root), CIFAR10_SHA256)
-    fetch(CIFAR10_URL, CIFAR10_MD5, [folder / name for name in CIFAR10_SHA256], download=download)
+    fetch(CIFAR10_URL, [folder / name for name in CIFAR10_SHA256], download=download, md5=CIFAR10_MD5)
     size = CIFAR10_RECORDS * (1 + PIXELS)
     *train, test = (read(folder / name, size, sha256).view(-1, 1 + PIXELS) for name, sha256 in CIFAR10_SHA256.items())
     return _data("cifar10", torch.cat(train), test, CIFAR10_CLASSES)
@@ -66,14 +60,12 @@ def cifar10(root: Path, *, download: bool) -> Data:
 def cifar100(root: Path, *, download: bool) -> Data:
     """CIFAR-100 with its 100 fine labels from `cifar-100-binary` in `root`, or from `root` itself, or downloaded."""
     folder = locate((root / "cifar-100-binary", root), CIFAR100_PER_CLASS)
-    fetch(CIFAR100_URL, CIFAR100_MD5, [folder / name for name in CIFAR100_PER_CLASS], download=download)
+    fetch(CIFAR100_URL, [folder / name for name in CIFAR100_PER_CLASS], download=download, md5=CIFAR100_MD5)
     parts = []
     for name, per_class in CIFAR100_PER_CLASS.items():
         records = read(folder / name, 100 * per_class * (2 + PIXELS)).view(-1, 2 + PIXELS)
-        coarse, fine = records[:, 0], records[:, 1].long()
-        if fine.bincount(minlength=100).tolist() != [per_class] * 100 or (coarse != CIFAR100_COARSE[fine]).any():
-            expected = f"{per_class} images per class, with the superclass of that class"
-            raise DataError(f"The labels in {folder / name} are damaged, expected {expected}.")
+        if records[:, 1].bincount(minlength=100).tolist() != [per_class] * 100:
+            raise DataError(f"The labels in {folder / name} are damaged, expected {per_class} images per class.")
         parts.append(records)
     return _data("cifar100", parts[0], parts[1], CIFAR100_CLASSES)
 

@@ -20,7 +20,6 @@ from mirrorquant import _files
 from .base import DataError
 
 TIMEOUT = 30.0  # seconds without a byte
-MOST_BYTES = 1 << 28  # of a download; the largest, CIFAR-10, has 170 million
 REMEDY = "the folder {root}. Or delete damaged files, then mirrorquant.data.load({name!r}, {root!r}) downloads them."
 
 
@@ -44,33 +43,28 @@ def read(path: Path, size: int, sha256: str | None = None) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
-def fetch(url: str, md5: str, paths: Sequence[Path], *, download: bool) -> None:
+def fetch(url: str, paths: Sequence[Path], *, download: bool, md5: str | None = None) -> None:
     """Downloads the files that are missing, from a tar archive that has all of them, or from the `url` of a single one.
 
-    Each appears only when it is complete. Other members of an archive are ignored.
+    Each appears only when it is complete, and a download with the right MD5. Other members of an archive are ignored.
     """
     missing = {path.name: path for path in paths if not path.exists()}
     if not missing:
         return
     if not download:
         raise DataError(f"{next(iter(missing.values()))} is missing, and downloading is off.")
-    content = _downloaded(url, md5)
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
+            content: bytes = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise DataError(f"{url} cannot be downloaded ({error}).") from error
+    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if md5 not in (None, found):
+        raise DataError(f"{url} has the MD5 {found}, expected {md5}.")
     for name, file in _members(content) if ".tar" in url else [(paths[0].name, content)]:
         if name in missing:
             missing[name].parent.mkdir(parents=True, exist_ok=True)
             _files.write_atomically(missing[name], file, DataError)
-
-
-def _downloaded(url: str, md5: str) -> bytes:
-    try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
-            content: bytes = response.read(MOST_BYTES)
-    except (OSError, http.client.HTTPException) as error:
-        raise DataError(f"{url} cannot be downloaded ({error}).") from error
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if found != md5:
-        raise DataError(f"{url} has the MD5 {found}, expected {md5}.")
-    return content
 
 
 def _members(archive: bytes) -> Iterator[tuple[str, bytes]]:

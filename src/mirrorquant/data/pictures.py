@@ -46,33 +46,22 @@ def decode(paths: Sequence[Path], size: int, *, fit: bool) -> Tensor:
 def decode_once(paths: Sequence[Path], size: int, cache: Path) -> Tensor:
     """The result of `decode` without `fit`, kept in the file `cache` for the next time.
 
-    The file starts with a SHA-256 of its images and of the names, sizes and times of the image files. If it does not
-    match, because either was changed, the images are decoded again.
+    The file starts with a SHA-256 of the names, sizes and times of the image files. If it does not match, because a
+    file was changed, or if the size is wrong, the images are decoded again.
     """
-    state = hashlib.sha256(f"mirrorquant images {size}".encode())
+    digest = hashlib.sha256(f"mirrorquant images {size}, version 2".encode())
     for path in paths:
         found = path.stat()
-        state.update(f"\n{path.name} {found.st_size} {found.st_mtime_ns}".encode("utf-8", "surrogateescape"))
-    length = 32 + 3 * len(paths) * size**2
-    try:
-        content = bytearray(_files.read_regular(cache))
-    except OSError:
-        content = bytearray()
-    if len(content) != length or content[:32] != _digest(state, content):
-        content = bytearray(length)
-        torch.frombuffer(content, dtype=torch.uint8, offset=32).copy_(decode(paths, size, fit=False).flatten())
-        content[:32] = _digest(state, content)
+        digest.update(f"\n{path.name} {found.st_size} {found.st_mtime_ns}".encode("utf-8", "surrogateescape"))
+    content = bytearray(_files.read_regular(cache) if cache.exists() else b"")
+    if len(content) != 32 + 3 * len(paths) * size**2 or content[:32] != digest.digest():
+        content = bytearray(digest.digest())
+        content += decode(paths, size, fit=False).numpy().data
         try:
             _files.write_atomically(cache, content, DataError)
         except DataError as error:
             warnings.warn(f"{error}: the images will be decoded again next time", stacklevel=2)
     return torch.frombuffer(content, dtype=torch.uint8, offset=32).view(len(paths), 3, size, size)
-
-
-def _digest(state: hashlib._Hash, content: bytearray) -> bytes:
-    digest = state.copy()
-    digest.update(memoryview(content)[32:])
-    return digest.digest()
 
 
 def _pixels(path: Path, size: int, fit: bool) -> bytes:
