@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import itertools
 import json
 import shlex
@@ -12,11 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mirrorquant import methods
 from mirrorquant._text import table
 from mirrorquant.report import RunRecord, plots
 from mirrorquant.report.tables import compare_row, compare_table
-from mirrorquant.train import Config, ConfigError, Run, RunFolder, build, recipes
+from mirrorquant.train import Config, ConfigError, Run, RunFolder, build
 from mirrorquant.train.config import KEYS, Key
 from mirrorquant.train.run_folder import BEST
 
@@ -35,7 +33,7 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     _add_words(sub, "TASK", "data set and model of the recipes; default: digits/digitsnet")
     sub.add_argument("--methods", default="ref,bc,md-tanh-s", help="names of recipes, separated by commas")
     sub.add_argument("--levels", default="binary", choices=["binary", "ternary"])
-    sub.add_argument("--seeds", type=_count, default=1, help="runs per method, with seeds 0, 1, ...")
+    sub.add_argument("--seeds", type=int, default=1, help="runs per method, with seeds 0, 1, ...")
     sub.add_argument("--out", type=Path, help="folder of the runs; default: runs/compare-TASK")
     sub.add_argument("--resume", action="store_true", help="continue the comparison in the folder")
 
@@ -52,12 +50,6 @@ def _default(key: Key) -> str:
     choices = f": {', '.join(key.choices)}" if key.choices else ""
     default = str(key.default).lower() if key.type == "bool" else key.default
     return choices if default in ("", None, []) else f"{choices} (default {default})"
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number, 1 or more")
-    return int(text)
 
 
 def train(options: argparse.Namespace) -> None:
@@ -78,8 +70,7 @@ def train(options: argparse.Namespace) -> None:
         return
     print(f"\n{compare_table([compare_row(record)])}\n")
     path, quantized = run.folder.path, run.config["method"] != "ref"
-    for picture in _pictures([path], path):
-        print(f"wrote {picture}")
+    _draw([path], path)
     print(f"wrote {path / BEST[0]}, the best {'rounded ' * quantized}network")
     folder = shlex.quote(str(path))
     check = (f"eval {folder}", "its accuracy" + ", and whether its weights are exactly on their levels" * quantized)
@@ -105,12 +96,8 @@ def compare(options: argparse.Namespace) -> None:
         print(json.dumps(rows))
         return
     print(f"\n{compare_table(rows)}\n")
-    pictures = _pictures([folder / name for name in configs], folder, rows)
-    for path in pictures:
-        if path.parent == folder:
-            print(f"wrote {path}")
-    weights = ", with a weights.png each" if any(path.parent != folder for path in pictures) else ""
-    print(f"wrote {len(configs)} runs to folders in {folder}{weights}")
+    _draw([folder / name for name in configs], folder, rows)
+    print(f"wrote {len(configs)} runs to folders in {folder}")
     suggest(
         ("train cifar10/resnet18/binary/md-tanh-s", "a cell of the paper (needs a GPU and CIFAR-10)"),
         ("recipes", "all of them"),
@@ -122,35 +109,13 @@ def _compared(task: str, options: argparse.Namespace) -> dict[str, Config]:
     """All runs of a comparison by their folder; made before the first one trains."""
     if any(text.startswith("seed=") for text in options.overrides):
         raise ConfigError("compare trains with seeds 0, 1, ...: set how many with --seeds, instead of seed=")
-    chosen = [method.strip() for method in options.methods.split(",") if method.strip()]
-    if not chosen:
-        raise ConfigError("--methods is empty: name at least one, as in --methods bc,md-tanh-s")
-    if twice := [method for method in chosen if chosen.count(method) > 1]:
-        raise ConfigError(f"--methods names {twice[0]} twice")
-    configs = {}
-    for method in chosen:
+    configs, chosen = {}, filter(None, options.methods.replace(" ", "").split(","))
+    for method, seed in itertools.product(chosen, range(options.seeds)):
         name = f"{task}/ref" if method == "ref" else f"{task}/{options.levels}/{method}"
-        if name not in recipes.names():
-            raise recipes.RecipeError(_no_recipe(task, options.levels, method))
-        for seed in range(options.seeds):
-            configs[f"{method}-seed{seed}"] = Config.from_recipe(name, [*options.overrides, f"seed={seed}"])
+        configs[f"{method}-seed{seed}"] = Config.from_recipe(name, [*options.overrides, f"seed={seed}"])
+    if not configs:
+        raise ConfigError("there is nothing to compare: name at least one method, as in --methods bc --seeds 1")
     return configs
-
-
-def _no_recipe(task: str, levels: str, method: str) -> str:
-    """Why a method cannot be compared: its task is unknown, or has no recipe for it; and which there are."""
-    tasks = sorted({"/".join(name.split("/")[:2]) for name in recipes.names()})
-    if task not in tasks:
-        near = difflib.get_close_matches(task, tasks, 1, cutoff=0.0)
-        return f"there are no recipes for {task!r}; did you mean {near[0]!r}?"
-    known = [name for name in recipes.names() if name.startswith((f"{task}/{levels}/", f"{task}/ref"))]
-    names = [name.split("/")[-1] for name in known]
-    message = f"{task} has no {levels} recipe for {method!r}, only for {', '.join(names)}"
-    if method in methods.names():
-        base = sorted(known, key=lambda name: not name.endswith("/ref"))[-1]
-        return f"{message}; to try it with another recipe's values: mirrorquant train {base} method={method}"
-    near = difflib.get_close_matches(method, names, 1)
-    return message + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def _begun(config: Config, folder: Path, options: argparse.Namespace) -> Run:
@@ -192,15 +157,14 @@ def _try_writing(results: Path | None) -> None:
             pass
 
 
-def _pictures(folders: Sequence[Path], out: Path, rows: Sequence[dict[str, Any]] = ()) -> list[Path]:
+def _draw(folders: Sequence[Path], out: Path, rows: Sequence[dict[str, Any]] = ()) -> None:
     """Draws the curves, the methods side by side, and the histograms; prints why, if one cannot be drawn."""
-    paths = []
     try:
-        paths.append(plots.curves(folders, out / "curves.png"))
+        print(f"wrote {plots.curves(folders, out / 'curves.png')}")
         if any(row["method"] != "ref" for row in rows):
-            paths.append(plots.comparison(rows, out / "comparison.png"))
-        drawn = [folder for folder in folders if RunFolder(folder).config()["histogram_every"]]
-        paths += [plots.histograms(folder, folder / "weights.png") for folder in drawn]
+            print(f"wrote {plots.comparison(rows, out / 'comparison.png')}")
+        for folder in folders:
+            if RunFolder(folder).config().histogram_every:
+                print(f"wrote {plots.histograms(folder, folder / 'weights.png')}")
     except plots.PlotError as error:
-        print(f"{'not all' if paths else 'no'} pictures: {error}")
-    return paths
+        print(f"no further pictures: {error}")

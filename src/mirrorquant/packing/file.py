@@ -282,7 +282,8 @@ def read_about(text: str) -> dict[str, Any]:
 def _build(architecture: dict[str, Any] | None) -> nn.Module:
     """A model of this library on the meta device, where a wrong size takes no memory."""
     if architecture is None:
-        raise PackError("it holds a model that is not from this library: pass one of the same structure, model=...")
+        remedy = "pass one of the same structure, by model=... or --model MODULE:FUNCTION"
+        raise PackError(f"it holds a model that is not from this library: {remedy}")
     try:
         name, options, dtype = (architecture[key] for key in ("name", "options", "dtype"))
         if name not in models.names():  # others could run code
