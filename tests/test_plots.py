@@ -157,7 +157,7 @@ def test_methods_with_one_schedule_share_its_line(tmp_path, drawn):
     runs = [make_run(tmp_path / name, name) for name in ("bc", "pq", "gd-tanh", "md-tanh-s")]
     beta = drawn(plots.curves, runs, tmp_path / "curves.png").axes[2]
     assert {line.get_color() for line in beta.get_lines()} == {"#999933", "#332288"}
-    assert [line.is_dashed() for line in beta.get_lines()] == [False, False, True, True]
+    assert [line.is_dashed() for line in beta.get_lines()] == [True, True]
     alone = drawn(plots.curves, runs[:3], tmp_path / "curves.png").axes[2]
     assert [line.is_dashed() for line in alone.get_lines()] == [False]
 
@@ -317,7 +317,7 @@ def test_every_level_has_a_tick_and_the_outer_ones_their_labels(tmp_path, drawn)
     ticks = figure.axes[0].get_xticks()
     labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert list(ticks) == [float(level) for level in EIGHT.split(",")]
-    assert labels == ["-1", "", "-0.5", "", "", "+0.5", "", "+1"]
+    assert labels == ["-1", "", "", "", "", "", "", "+1"]
     assert figure.get_suptitle().replace("\n", " ") == "MD-tanh-S: how the weights move to 8 levels, -1 to +1"
 
 
@@ -399,7 +399,7 @@ def test_a_run_with_another_method_than_its_recipes_is_called_by_that(tmp_path):
     assert labels_of(kept) == ["MD-tanh, bounded"]
 
 
-@pytest.mark.parametrize(("layers", "rows", "columns"), [(5, 1, 5), (22, 2, 4)])
+@pytest.mark.parametrize(("layers", "rows", "columns"), [(5, 1, 5), (7, 2, 3), (22, 2, 4)])
 def test_histograms_have_a_panel_per_layer_and_at_most_eight(tmp_path, drawn, layers, rows, columns):
     run = make_run(tmp_path / "run", steps=30, layers=[f"layer{k}" for k in range(layers)])
     figure = drawn(plots.histograms, run, tmp_path / "weights.png")
@@ -414,9 +414,12 @@ def test_histograms_of_any_levels(tmp_path, levels):
     picture(plots.histograms(run, tmp_path / "weights.png"))
 
 
-def test_histograms_in_other_bins_keep_their_mass():
-    shares = plots._shares([-1, 1], [1, 0, 0, 3], [-2.0, -1.0, 0.0, 1.0])
-    assert shares.tolist() == [0.0, 0.25, 0.75]
+def test_histograms_show_the_share_of_each_bin(tmp_path, drawn):
+    figure = drawn(plots.histograms, make_run(tmp_path / "run", steps=60, every=30), tmp_path / "weights.png")
+    (mesh,) = figure.axes[0].collections
+    shares = [[0, 0, 0.5, 0.5, 0, 0], [0.125, 0, 0.375, 0.375, 0, 0.125], [0.25, 0, 0.25, 0.25, 0, 0.25]]
+    assert mesh.get_array().filled(0).tolist() == shares
+    assert mesh.get_coordinates()[0, :, 0].tolist() == pytest.approx([-1.2, -0.8, -0.4, 0, 0.4, 0.8, 1.2])
 
 
 def test_layers_are_chosen_evenly_with_the_first_and_the_last():

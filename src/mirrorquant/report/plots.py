@@ -36,7 +36,7 @@ _FAINT = "#8c8c8c"
 _SHADES = ["#e3f1f8", "#88ccee", "#4a6fb5", "#332288", "#1a0f4f"]
 _DASHES: list[Any] = ["-", (0, (5, 2)), (0, (1.5, 1.5))]
 _FEW = 25  # points of a line that are marked
-_PANELS, _MOMENTS, _COLUMNS = 8, 150, 120  # of histograms, at most
+_PANELS, _MOMENTS = 8, 150  # of histograms, at most
 
 
 class PlotError(MirrorquantError, ValueError):
@@ -135,11 +135,10 @@ def _looks(methods: Sequence[str]) -> list[tuple[str, Any]]:
     """
     own = [(labels.method_colour(method), _DASHES[method.endswith("-star")]) for method in methods]
     known = [method.colour for method in reversed(Method.registry.values()) if method.colour]  # grey is last
-    free = [(colour, dash) for dash in _DASHES for colour in known if (colour, dash) not in own]
+    free = iter([(colour, dash) for dash in _DASHES for colour in known if (colour, dash) not in own])
     looks: list[tuple[str, Any]] = []
-    for colour, dash in own:
-        taken = not colour or (colour, dash) in looks
-        looks.append((colour, dash) if not taken else free.pop(0) if free else (_FAINT, "-"))
+    for look in own:
+        looks.append(look if look[0] and look not in looks else next(free, (_FAINT, "-")))
     return looks
 
 
@@ -184,18 +183,14 @@ def _dots(points: Collection[Any]) -> dict[str, Any]:
 
 
 def _draw_betas(ax: Axes, lines: Sequence[_Line]) -> None:
-    """β over the iterations; lines that end near each other, and so may coincide, also have every n-th dash on top."""
-    close: dict[tuple[int, int], list[_Line]] = {}
+    """β over the iterations; lines that coincide take turns in dashes."""
+    groups: dict[tuple[tuple[int, float], ...], list[_Line]] = {}
     for line in lines:
-        if betas := line.betas():
-            last = max(betas)
-            ax.plot(list(betas), list(betas.values()), color=line.colour, zorder=3, **_dots(betas))
-            close.setdefault((last, round(math.log10(betas[last]))), []).append(line)
-    for group in close.values():
-        n, length = len(group), 6
-        for k, line in enumerate(group if n > 1 else ()):
-            dash = length * (n - k) % (length * n), (length, length * (n - 1))
-            ax.plot(list(line.betas()), list(line.betas().values()), color=line.colour, ls=dash, zorder=4)
+        groups.setdefault(tuple(line.betas().items()), []).append(line)
+    for points, group in groups.items():
+        for k, line in enumerate(group if points else ()):
+            dash = (6 * k, (6, 6 * (len(group) - 1))) if len(group) > 1 else "-"
+            ax.plot(*zip(*points, strict=True), color=line.colour, ls=dash, zorder=3, **_dots(points))
 
 
 def _scale(ax: Axes, values: Sequence[float]) -> None:
@@ -237,25 +232,22 @@ def histograms(run: Path, out: Path) -> Path:
     record = RunRecord.read(run)
     if not record.weights:
         raise PlotError(f"no line of weight histograms in {run / 'metrics.jsonl'} yet: let the run go on for a while")
-    layers = list(record.weights[max(record.weights)]["layers"])
+    layers = [layer for layer, counts in record.weights[max(record.weights)]["layers"].items() if any(counts)]
     quantized = [layer for layer in layers if record.quantizes(layer)]
     layers = quantized or layers
     levels = labels.level_values(record.levels) if quantized else ()
     goal = f" to {'the levels ' * (len(levels) <= 4)}{labels.levels(levels)}" if levels else ""
-    some = f" ({_PANELS} of {len(layers)} layers)" if len(layers) > _PANELS else ""
-    shown = _evenly(layers, _PANELS)
-    rows = 1 if len(shown) <= 5 else 2
-    columns = math.ceil(len(shown) / rows)
+    rows = 1 if len(layers) <= 5 else 2
+    shown = _evenly(layers, min(_PANELS, rows * (len(layers) // rows)))
+    some = f" ({len(shown)} of {len(layers)} layers)" if len(shown) < len(layers) else ""
+    columns = len(shown) // rows
     title = f"{labels.method(record.name)}: how the weights move{goal}{some}"
     with _figure(out, 2.1 * columns + 1.3, 3.0 * rows + 0.6, title) as figure:
         panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
-        for index, (ax, layer, name) in enumerate(zip(panels, shown, _titles(shown), strict=False)):
+        for ax, layer, name in zip(panels, shown, _titles(shown), strict=True):
             mesh = _draw_weights(ax, record, layer)
-            lowest = index + columns >= len(shown)
-            ax.tick_params(labelbottom=lowest)
-            ax.set(title=name, xlabel="weight" * lowest, ylabel="" if index % columns else "iteration")
-        for ax in panels[len(shown) :]:
-            ax.set_visible(False)
+            ax.set(title=name, xlabel="weight", ylabel="iteration")
+            ax.label_outer()
         _weight_ticks(panels[0], levels)
         _iterations(panels[0].yaxis)
         bar = figure.colorbar(mesh, ax=figure.axes, shrink=0.55, anchor=(0, 1), format=lambda x, _: f"{100 * x:g} %")
@@ -266,36 +258,24 @@ def histograms(run: Path, out: Path) -> Path:
 
 
 def _draw_weights(ax: Axes, run: RunRecord, layer: str) -> Any:
-    """One layer as a heat map: a row per moment, a column per bin, the colour its share of the layer's weights."""
+    """One layer as a heat map: a row up to each moment, a column per bin, the colour its share of the weights."""
     import numpy as np
     from matplotlib.colors import LinearSegmentedColormap, LogNorm  # type: ignore[import-not-found, unused-ignore]
 
     moments = _evenly(sorted(run.weights), _MOMENTS)
-    lines = [run.weights[step] for step in moments]
-    low, high = min(line["range"][0] for line in lines), max(line["range"][1] for line in lines)
-    bins = max(len(line["layers"].get(layer, [0])) for line in lines)
-    edges = np.linspace(low, high, 1 + bins // math.ceil(bins / _COLUMNS))
-    shares = np.array([_shares(line["range"], line["layers"].get(layer, [0]), edges) for line in lines])
-    occupied = np.flatnonzero(shares.any(0))
-    first, last = (occupied[0], occupied[-1] + 1) if len(occupied) else (0, len(edges) - 1)
-    edges, shares = edges[first : last + 1], np.ma.masked_less_equal(shares[:, first:last], 0)
-    between = [(a + b) / 2 for a, b in pairwise(moments)]
-    rows = [moments[0] - (not between), *between, moments[-1] + (not between)]
+    counts = np.array([run.weights[step]["layers"][layer] for step in moments])
+    low, high = run.weights[moments[0]]["range"]
+    edges = np.linspace(low, high, counts.shape[1] + 1)
+    occupied = np.flatnonzero(counts.any(0))
+    first, last = occupied[0], occupied[-1] + 1
+    shares = np.ma.masked_equal(counts[:, first:last], 0) / counts.sum(1, keepdims=True)
     shades = LinearSegmentedColormap.from_list("shades", _SHADES)
-    mesh = ax.pcolormesh(edges, rows, shares, cmap=shades, norm=LogNorm(3e-4, 1))
+    rows = [moments[0] - 1, *moments]
+    mesh = ax.pcolormesh(edges[first : last + 1], rows, shares, cmap=shades, norm=LogNorm(3e-4, 1))
     ax.grid(visible=False)
     ax.use_sticky_edges = False
     ax.margins(x=0.05, y=0)
     return mesh
-
-
-def _shares(span: Sequence[float], counts: Sequence[float], edges: Any) -> Any:
-    """A histogram in other bins, as shares of the whole: differences of its cumulated counts at the new edges."""
-    import numpy as np
-
-    cumulated = np.concatenate([[0.0], np.cumsum(counts)])
-    own = np.linspace(span[0], span[1], len(cumulated))
-    return np.diff(np.interp(edges, own, cumulated)) / max(cumulated[-1], 1)
 
 
 def _titles(layers: Sequence[str]) -> list[str]:
@@ -307,17 +287,13 @@ def _titles(layers: Sequence[str]) -> list[str]:
 
 
 def _weight_ticks(ax: Axes, levels: Sequence[float]) -> None:
-    """A tick at each level, with labels from the outer ones inwards where there is room; few ticks in float."""
+    """A tick at each level, with a label at the outer ones and where there is room; few ticks in float."""
     if not levels:
         ax.locator_params(axis="x", nbins=3)
         return
-    low, high = min(ax.get_xlim()[0], levels[0]), max(ax.get_xlim()[1], levels[-1])  # ticks widen the axis
-    labelled: list[float] = []
-    for k in range((len(levels) + 1) // 2):
-        more = sorted({*labelled, levels[k], levels[-1 - k]})
-        if all(b - a > 0.18 * (high - low) for a, b in pairwise(more)):
-            labelled = more
-    ax.set_xticks(levels, [labels.levels([level]) if level in labelled else "" for level in levels])
+    outer, room = (levels[0], levels[-1]), (levels[-1] - levels[0]) / 5
+    near = {level for pair in pairwise(levels) if pair[1] - pair[0] < room for level in pair}
+    ax.set_xticks(levels, ["" if level in near.difference(outer) else labels.levels([level]) for level in levels])
 
 
 def projections(out: Path) -> list[Path]:
