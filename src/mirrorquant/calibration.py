@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,34 +46,26 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not norms:
         return 0
-    count = 0
-    with _only_norms_train(model, norms):
-        for count, batch in enumerate(batches, 1):  # noqa: B007
-            model(batch[0] if isinstance(batch, (tuple, list)) else batch)
-        if not count:
-            raise ValueError("there are no batches for the statistics: pass some inputs, such as a data loader")
-    return len(norms)
-
-
-@contextmanager
-def _only_norms_train(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
-    """Batch norms average from scratch and all else evaluates; restores modes, and after an exception statistics."""
     modes = [(module, module.training) for module in model.modules()]
-    momenta = [norm.momentum for norm in norms]
-    statistics = [copy.deepcopy(dict(norm.named_buffers(recurse=False))) for norm in norms]
+    before = [(norm, norm.momentum, copy.deepcopy(dict(norm.named_buffers(recurse=False)))) for norm in norms]
     model.eval()
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # a plain average over the batches
         norm.train()
     try:
-        yield
+        count = 0
+        for count, batch in enumerate(batches, 1):  # noqa: B007
+            model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+        if not count:
+            raise ValueError("there are no batches for the statistics: pass some inputs, such as a data loader")
     except BaseException:
-        for norm, buffers in zip(norms, statistics, strict=True):
-            norm.load_state_dict(buffers, strict=False)
+        for norm, _, statistics in before:
+            norm.load_state_dict(statistics, strict=False)
         raise
     finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
+        for norm, momentum, _ in before:
             norm.momentum = momentum
         for module, mode in modes:
             module.training = mode
+    return len(norms)

@@ -245,17 +245,11 @@ class NumericalMirror(Mirror):
         unit = torch.finfo(primal.dtype).eps * (self.interval[1] - self.interval[0]) / 4
         w = primal.double().clamp(self.interval[0] + unit, self.interval[1] - unit)
         low, high = (torch.asinh(edge) for edge in self.bracket(w, beta))
-        low, high = _bisect(low, high, lambda middle: self.project(torch.sinh(middle), beta) < w)
+        for _ in range(64):
+            middle = (low + high) / 2
+            left = self.project(torch.sinh(middle), beta) < w
+            low, high = torch.where(left, middle, low), torch.where(left, high, middle)
         return torch.sinh((low + high) / 2)
-
-
-def _bisect(low: Tensor, high: Tensor, below: Callable[[Tensor], Tensor], rounds: int = 64) -> tuple[Tensor, Tensor]:
-    """The two ends around the point up to which ``below`` is true."""
-    for _ in range(rounds):
-        middle = (low + high) / 2
-        left = below(middle)
-        low, high = torch.where(left, middle, low), torch.where(left, high, middle)
-    return low, high
 
 
 def _integrate(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, panels: int = 64) -> Tensor:
@@ -390,34 +384,21 @@ def mirror_from(projection: Callable[[Tensor], Tensor], interval: tuple[float, f
     inside = (values[:-1] > low + slack) & (values[1:] < high - slack)
     flat = (values.diff() < 0) | (inside & (values.diff() == 0) & onto)
     if bool(flat.any()):
-        x = float(grid[:-1][flat][0])
-        raise ValueError(f"the projection does not rise at {x:.6g}, but Theorem 1 needs a strictly increasing map")
+        stop = float(grid[:-1][flat][0])
+        raise ValueError(f"the projection does not rise at {stop:.6g}, but Theorem 1 needs a strictly increasing map")
     if not onto:
         raise ValueError(
             f"the projection runs from {values[0]:.6g} to {values[-1]:.6g}, but Theorem 1 needs a map onto the "
             f"interval ({low:g}, {high:g}): rescale the map or name the interval that it fills"
         )
-    _refuse_jumps_and_corners(projection, grid, values, slack)
-    return _FromProjection(projection, (low, high))
-
-
-def _refuse_jumps_and_corners(
-    projection: Callable[[Tensor], Tensor], grid: Tensor, values: Tensor, slack: float
-) -> None:
-    """A map that jumps is not continuous; one that arrives at its end with a slope, like a clip, stops increasing."""
-    i = int(values.diff().argmax())
-    a, b = grid[i : i + 1], grid[i + 1 : i + 2]
-    for _ in range(200):  # towards where it rises most
-        middle = (a + b) / 2
-        left = projection(middle) - projection(a) > projection(b) - projection(middle)
-        a, b = torch.where(left, a, middle), torch.where(left, middle, b)
-    if float(projection(b) - projection(a)) > slack:
-        raise ValueError(f"the projection jumps at {float(a):.6g}, but Theorem 1 needs a continuous map")
-    ends = values[[0, -1]]
-    inner = torch.stack([grid[values != ends[0]][0], grid[values != ends[1]][-1]])
-    corner = torch.stack([grid[values == ends[0]][-1], grid[values == ends[1]][0]])
-    _, corner = _bisect(inner, corner, lambda x: projection(x) != ends, 100)
-    for end, x, before in zip(ends.tolist(), corner.tolist(), projection(0.999 * corner).tolist(), strict=True):
-        if abs(before - end) > slack:
-            expected = "but Theorem 1 needs a strictly increasing map, which never arrives"
-            raise ValueError(f"the projection reaches its end {end:.6g} at {x:.6g}, {expected}")
+    mirror = _FromProjection(projection, (low, high))
+    w = torch.linspace(low + slack, high - slack, 10001, dtype=torch.float64)
+    x = mirror.inverse(w)
+    missed = (projection(x) - w).abs()
+    if float(missed.max()) > slack:
+        jump = float(x[missed.argmax()])
+        raise ValueError(f"the projection jumps at {jump:.6g}, but Theorem 1 needs a continuous map")
+    beyond = x[[0, -1]] + x[[0, -1]].abs() * torch.tensor([-0.001, 0.001], dtype=torch.float64)
+    if bool((projection(beyond) == values[[0, -1]]).any()):  # it reaches its end with a slope, as a clip does
+        raise ValueError("the projection reaches an end, but a strictly increasing map, as of Theorem 1, never arrives")
+    return mirror

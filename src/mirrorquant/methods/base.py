@@ -148,10 +148,7 @@ class Method:
             raise ValueError(f"{name} holds NaN, so there is nothing to quantize: initialize or load it again")
         state: State = {} if self.scale is None else {"scale": self.scale.of(weight, self.levels)}
         unit = self._unit({"latent": weight, **state})
-        latent = self._checked("lift", name, self.lift(unit)).clone()
-        if latent.shape[latent.dim() - weight.dim() :] != weight.shape:
-            expected = f"{tuple(weight.shape)}, with extra dimensions only in front"
-            raise ValueError(self._wrong("lift", name, f"shape {tuple(latent.shape)}", expected))
+        latent = self._checked("lift", name, self.lift(unit), weight.shape).clone()
         if self.scale is not None and self.scale.how == "computed" and latent.shape != weight.shape:
             raise ValueError(
                 f"{self} has several latents per weight, from which no scale can be computed: fix or learn it"
@@ -159,9 +156,8 @@ class Method:
         state["latent"] = self._times(latent, state)
         state |= {k: self._checked("start", name, v).clone() for k, v in self.start(unit, latent).items()}
         trial = {k: v.clone() for k, v in state.items()}
-        for hook, tried in (("project", self.image), ("round", self.rounded)):
-            if not bool(self._checked(hook, name, tried(trial, beta), weight.shape).isfinite().all()):
-                raise ValueError(self._wrong(hook, name, "inf", "finite numbers"))
+        self._checked("project", name, self.image(trial, beta), weight.shape)
+        self._checked("round", name, self.rounded(trial, beta), weight.shape)
         self._checked("pull_back", name, self.gradient(torch.ones_like(weight), trial, beta), latent.shape)
         self._checked("settle", name, self.settled(trial, beta, lr), latent.shape)
         return state
@@ -251,14 +247,19 @@ class Method:
         return unit if "scale" not in state else unit * state["scale"]
 
     def _checked(self, hook: str, name: str, value: object, shape: torch.Size | None = None) -> Tensor:
-        """A hook's result, which must be a tensor of floating-point numbers without NaN, of this shape."""
+        """A hook's result: floating-point numbers, not NaN, finite if they are weights, and of this shape.
+
+        A lifted weight may have extra dimensions in front.
+        """
         if not isinstance(value, Tensor) or not value.is_floating_point():
             given = str(getattr(value, "dtype", f"a {type(value).__name__}"))
             raise TypeError(self._wrong(hook, name, given, "a tensor of a floating-point dtype"))
-        if shape is not None and value.shape != shape:
+        if shape is not None and value.shape[value.dim() - len(shape) if hook == "lift" else 0 :] != shape:
             raise ValueError(self._wrong(hook, name, f"shape {tuple(value.shape)}", f"{tuple(shape)}"))
         if bool(value.isnan().any()):
             raise ValueError(self._wrong(hook, name, "NaN", "numbers"))
+        if hook in ("project", "round") and bool(value.isinf().any()):
+            raise ValueError(self._wrong(hook, name, "inf", "finite numbers"))
         return value.detach()
 
     def _wrong(self, hook: str, name: str, given: str, expected: str) -> str:
