@@ -512,7 +512,11 @@ class MirrorDescent(Optimizer):
         groups, states, kept = self._understood(state_dict)
         steps, finalized = groups[0]["steps"], groups[0]["finalized"]
         betas = [beta_at(group, steps) for group in self.param_groups]
-        self._load_base(groups, kept)
+        base = self.base.state_dict()
+        for theirs, saved in zip(base["param_groups"], groups, strict=True):
+            theirs.update({k: saved[k] for k in theirs if k in saved and k not in ("params", "param_names")})
+        base["state"] = {i: entries for i, entries in enumerate(kept) if entries and not groups[0]["fresh"]}
+        self.base.load_state_dict(base)
         for weight, state in zip(self._params(), states, strict=True):
             _fill(self.state.get(weight, {}), state)
         self.steps, self.finalized = steps, False
@@ -531,18 +535,8 @@ class MirrorDescent(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _load_base(self, groups: list[Group], kept: list[State]) -> None:
-        """The base optimizer's own state and groups, out of a state of this optimizer."""
-        base = self.base.state_dict()
-        for theirs, saved in zip(base["param_groups"], groups, strict=True):
-            theirs.update({k: saved[k] for k in theirs if k in saved and k not in ("params", "param_names")})
-        base["state"] = {i: entries for i, entries in enumerate(kept) if entries and not groups[0]["fresh"]}
-        self.base.load_state_dict(base)
-
     def _understood(self, state_dict: dict[str, Any]) -> tuple[list[Group], list[State], list[State]]:
         """The groups of a state, and per parameter all entries and those of the base; raises if it does not fit."""
-        if {"state", "param_groups", "base", "base_class", "steps", "finalized"} <= set(state_dict):
-            state_dict = _from_version_0_1(state_dict)
         groups: list[Group] = state_dict.get("param_groups") or [{}]
         missing = {k for k in ("method", "beta", *_SAVED) if any(k not in group for group in groups)}
         if missing or "state" not in state_dict:
@@ -566,9 +560,7 @@ class MirrorDescent(Optimizer):
             for key, tensor in own.items():
                 shape = getattr(state.get(key), "shape", None)
                 if tensor.shape != shape:
-                    raise ValueError(
-                        f"the saved {key} of {name} has shape {shape}, but this model needs {tensor.shape}"
-                    )
+                    raise ValueError(f"the saved {key} of {name} has shape {shape}, but the model needs {tensor.shape}")
             if "latent" in state and not own:
                 raise ValueError(f"the state has a latent for {name}, which is not quantized here")
         count, expected = sum(map(len, kept)), sum(group["kept"] for group in groups)
@@ -583,16 +575,6 @@ class MirrorDescent(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_versions": {}})  # a copied weight counts its changes from the start
-
-
-def _from_version_0_1(old: dict[str, Any]) -> dict[str, Any]:
-    """A state in which the base optimizer's state, the step count and ``finalized`` were separate, in today's form."""
-    kept = old["base"]["state"]
-    common = {"fresh": False, "kept": 0, **{key: old[key] for key in ("steps", "finalized", "base_class")}}
-    groups = [{**group, **common} for group in old["param_groups"]]
-    groups[0]["kept"] = sum(map(len, kept.values()))
-    states = {i: {**old["state"].get(i, {}), **kept.get(i, {})} for group in groups for i in group["params"]}
-    return {"state": states, "param_groups": groups}
 
 
 def _identity(group: Group) -> str:
