@@ -36,7 +36,6 @@ _LARGEST_LR = 100.0  # multiplied by the largest beta, and by ten for Adam's fir
 _LARGEST_BETA = 1e35
 _REMEDY = "a run's configuration cannot be edited: start a new run with key=value overrides"
 _IMPORT = "python -c 'import MODULE, sys; from mirrorquant.cli import main; sys.exit(main())' COMMAND ..."
-_LONGEST = 1 << 20  # bytes of a file
 
 
 class ConfigError(MirrorquantError, ValueError):
@@ -74,24 +73,18 @@ def _key(default: Any, help: str, **facts: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def _schedules(*terms: str) -> dict[str, set[str]]:
-    """The schedules that can be built from these terms, start and steps, and the terms that each of them uses."""
-    found = {}
-    for name in schedules.names():
-        with suppress(TypeError):  # it needs another term
-            found[name] = set(vars(schedules.build(name, **dict.fromkeys((*terms, "start", "steps"), 1))))
-    return found
+def _used(condition: str, term: str) -> str:
+    """The condition that a schedule uses a term."""
+    return condition + ",".join(name for name, terms in _SCHEDULES.items() if term in terms)
 
 
-_LR, _BETA = _schedules("scale", "every", "end"), _schedules("scale", "every", "end", "cap", "log")
+_SCHEDULES: dict[str, set[str]] = {}  # those that can be built from the keys, and their terms
+for _name in schedules.names():
+    with suppress(TypeError):  # it needs another term
+        _given = dict.fromkeys(("start", "steps", "scale", "every", "end"), 1)
+        _SCHEDULES[_name] = set(vars(schedules.build(_name, **_given)))
 _ANNEALED = "method!=" + ",".join(name for name in methods.names() if not methods.get(name).uses_beta)
-
-
-def _used(condition: str, known: dict[str, set[str]], term: str) -> str:
-    return condition + ",".join(name for name, own in known.items() if term in own)
-
-
-_lr, _beta = partial(_used, "lr_schedule=", _LR), partial(_used, f"{_ANNEALED} beta_schedule=", _BETA)
+_lr, _beta = partial(_used, "lr_schedule="), partial(_used, f"{_ANNEALED} beta_schedule=")
 _SECTIONS = ("data", "model", "method", "optimizer", "beta", "objective", "training", "machine", "logging", "origin")
 _NOT_THE_EXPERIMENT = ("machine", "logging", "origin")  # the first two may change when a run resumes
 (_data, _model, _method, _optimizer, _anneal, _objective, _training, _machine, _logging, _origin) = (
@@ -122,14 +115,14 @@ class Config:
     momentum: float = _optimizer(0.9, "momentum of SGD", least=0, most=1e35, used="optimizer=sgd")
     nesterov: bool = _optimizer(False, "Nesterov momentum", used="optimizer=sgd")
     weight_decay: float = _optimizer(0.0, "weight decay; AdamW decouples it from the gradient", least=0, most=1e35)
-    lr_schedule: str = _optimizer("step", "learning rate over time", choices=tuple(_LR))
+    lr_schedule: str = _optimizer("step", "learning rate over time", choices=tuple(_SCHEDULES))
     lr_scale: float = _optimizer(1.0, "its factor every lr_interval", least=1e-300, most=1e300, used=_lr("scale"))
     lr_interval: int = _optimizer(30000, "iterations; see lr_scale", least=1, used=_lr("every"))
     lr_end: float = _optimizer(0.0, "last learning rate", least=0, most=_LARGEST_LR, used=_lr("end"))
     warmup: int = _optimizer(0, "iterations in which the learning rate rises to lr before its schedule", least=0)
 
     # How soft weights become hard: β, ProxQuant's λ, and the step that rounds for good.
-    beta_schedule: str = _anneal("geometric", "β over time", choices=tuple(_BETA), used=_ANNEALED)
+    beta_schedule: str = _anneal("geometric", "β over time", choices=tuple(_SCHEDULES), used=_ANNEALED)
     beta_scale: float = _anneal(
         1.02, "its factor every beta_interval", least=1, most=_LARGEST_BETA, used=_beta("scale")
     )
@@ -184,20 +177,18 @@ class Config:
             lr, beta = self.build_lr(), self.build_beta(1)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self._check_range("learning rate", "lr and lr_scale", lr, _LARGEST_LR)
-        self._check_range("β", "beta_scale", beta, _LARGEST_BETA)
+        self._check_range("the learning rate", lr, _LARGEST_LR, "lr and lr_scale")
+        self._check_range("β", beta, _LARGEST_BETA, "beta_scale")
 
-    def _check_range(self, what: str, names: str, schedule: Schedule, most: float) -> None:
+    def _check_range(self, what: str, schedule: Schedule, most: float, names: str) -> None:
         """Raises :class:`ConfigError` where a schedule leaves its range, at the start or the end of training."""
         try:
             largest = max(schedule(self.warmup), schedule(self.iterations - 1))
         except OverflowError:
             largest = math.inf
         if largest > most:
-            raise ConfigError(
-                f"the {what} reaches {largest:g} in {self.iterations} iterations, but it must stay at most {most:g}: "
-                f"lower {names}"
-            )
+            limit = f"in {self.iterations} iterations, but it must stay at most {most:g}"
+            raise ConfigError(f"{what} reaches {largest:g} {limit}: lower {names}")
 
     @classmethod
     def from_recipe(cls, name: str, overrides: Sequence[str] = ()) -> Config:
@@ -287,8 +278,7 @@ class Config:
     def load(cls, path: Path) -> Config:
         """A configuration from a run's ``config.json``; an altered file raises :class:`ConfigError`."""
         try:
-            with _files.open_regular(path) as file:
-                return cls.parse(file.read(_LONGEST), path)
+            return cls.parse(_files.read_regular(path), path)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read ({error.strerror}): is this the folder of a run?") from error
 
@@ -317,8 +307,6 @@ class Config:
             return cls(**content)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
-        except (ValueError, TypeError, ArithmeticError) as error:
-            raise ConfigError(f"{path} holds no configuration ({error})") from error
 
 
 KEYS: dict[str, Key] = {each.name: Key(str(each.type), **each.metadata) for each in dataclasses.fields(Config)}

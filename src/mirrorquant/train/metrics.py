@@ -30,7 +30,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Text after the last line break is still being written, or was cut off: it is ignored.
     """
-    return _rows(_read(path), path)
+    *lines, _ = _read(path).split(b"\n")
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
 def _read(path: Path) -> bytes:
@@ -40,11 +41,6 @@ def _read(path: Path) -> bytes:
         return b""
     except OSError as error:
         raise MetricsError(f"{path} cannot be read ({error.strerror})") from error
-
-
-def _rows(content: bytes, path: Path) -> list[dict[str, Any]]:
-    *lines, _ = content.split(b"\n")
-    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
@@ -81,10 +77,10 @@ class Metrics:
 
     def _kept(self, steps_done: int, seal: Mapping[str, Any] | None) -> bytes:
         """The lines up to a checkpoint; later ones are recorded again."""
-        content = _read(self.path)[: seal["bytes"] if seal else None]
-        rows = _rows(content, self.path)  # names a broken line
         if seal is None:  # the version that wrote them had no seals
-            return "".join(json.dumps(row) + "\n" for row in rows if row.get("step", 0) <= steps_done).encode()
+            rows = [row for row in read_metrics(self.path) if row.get("step", 0) <= steps_done]
+            return "".join(json.dumps(row) + "\n" for row in rows).encode()
+        content = _read(self.path)[: seal["bytes"]]
         if hashlib.sha256(content).hexdigest() != seal["sha256"]:
             raise MetricsError(
                 f"{self.path} differs from what iteration {steps_done} had recorded: restore it, or delete it to "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from importlib.util import find_spec
 from typing import Any
 
 from mirrorquant._text import printable
@@ -26,19 +27,16 @@ class Progress:
         self.recent = deque([(self.last, done)])
 
     def __enter__(self) -> Progress:
-        if not self.quiet and sys.stderr.isatty():
-            try:
-                from rich.console import Console
-                from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-                from rich.progress import Progress as Bars
+        if not self.quiet and sys.stderr.isatty() and find_spec("rich"):
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bars
 
-                columns = (TextColumn("{task.description:<24}", markup=False), BarColumn(), MofNCompleteColumn())
-                tail = (TextColumn("{task.fields[rate]}"), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
-                self.bar = Bars(*columns, *tail, console=Console(stderr=True))
-                self.bar.start()
-                self.task = self.bar.add_task(self.title, total=self.total, text="", rate="")
-            except ImportError:
-                self.bar = None
+            columns = (TextColumn("{task.description:<24}", markup=False), BarColumn(), MofNCompleteColumn())
+            tail = (TextColumn("{task.fields[rate]}"), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
+            self.bar = Bars(*columns, *tail, console=Console(stderr=True))
+            self.bar.start()
+            self.task = self.bar.add_task(self.title, total=self.total, text="", rate="")
         return self
 
     def update(self, done: int, text: str) -> None:

@@ -20,16 +20,15 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from mirrorquant.train.config import KEYS, ConfigError
+from mirrorquant.train.config import ConfigError
 
 __all__ = ["RecipeError", "get", "names"]
 
 _LEVELS = ("binary", "ternary")
-_NOT_IN_A_ROW = ("data", "model", "levels", "recipe", "overrides")
 
 
 class RecipeError(ConfigError):
-    """A recipe that does not exist, or an invalid TOML file."""
+    """A recipe that does not exist."""
 
 
 def names() -> list[str]:
@@ -78,13 +77,9 @@ def _parse(data: str, text: str) -> dict[str, dict[str, Any]]:
     for model, table in tables.items():
         shared = {key: value for key, value in table.items() if key not in ("ref", *_LEVELS)}
         for path, row in _rows(table).items():
-            name, (*levels, method) = f"{data}/{model}/{path}", path.split("/")
-            if path not in methods:
-                raise RecipeError(f"{name}: no row for {method!r} in [methods] of {data}.toml: add one, perhaps empty")
-            values = {**defaults, **shared, **methods[path], **row}
-            _check(name, values)
-            place = {"data": data, "model": model, **({"levels": levels[0]} if levels else {})}
-            recipes[name] = {**place, "method": method, **values}
+            *levels, method = path.split("/")
+            place = {"data": data, "model": model, **({"levels": levels[0]} if levels else {}), "method": method}
+            recipes[f"{data}/{model}/{path}"] = {**place, **defaults, **shared, **methods[path], **row}
     return recipes
 
 
@@ -92,11 +87,3 @@ def _rows(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Rows by their place in a table: ref, binary/bc, ..."""
     rows = {f"{levels}/{method}": row for levels in _LEVELS for method, row in table.get(levels, {}).items()}
     return {"ref": table["ref"], **rows} if "ref" in table else rows
-
-
-def _check(name: str, values: dict[str, Any]) -> None:
-    for key, value in values.items():
-        if key not in KEYS or key in _NOT_IN_A_ROW:
-            near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.0)
-            raise RecipeError(f"{name}: unknown key {key!r}; did you mean {near[0]!r}? Keys are {', '.join(KEYS)}")
-        KEYS[key].check(f"{name}: {key}", value)
