@@ -110,9 +110,8 @@ class MirrorDescent(Optimizer):
         self._versions: dict[Tensor, tuple[int, int]] = {}
         self._names: dict[Tensor, str] = {}
         self._why: dict[Tensor, str] = {}
-        super().__init__(
-            [dict(group) for group in base.param_groups], {**base.defaults, "method": method, "anneal": anneal}
-        )
+        defaults = {**base.defaults, "method": method, "anneal": anneal}
+        super().__init__([dict(group) for group in base.param_groups], defaults)
         if not isinstance(methods.get(method), REF) and not self.state:
             raise ValueError(f"method is {method!r}, but no parameter is left to quantize: all groups are 'ref'")
         for ours, theirs in zip(self.param_groups, base.param_groups, strict=True):
@@ -525,11 +524,8 @@ class MirrorDescent(Optimizer):
             group.update({k: v for k, v in saved.items() if k not in not_theirs})
             group["beta"] = saved["beta"] if finalized else beta
             if beta != saved["beta"] and not finalized and not isinstance(group["method"], REF):
-                warnings.warn(
-                    f"at step {steps} the saved beta was {saved['beta']:g}, but {group['anneal']} gives {beta:g}: "
-                    "training goes on with another schedule",
-                    stacklevel=2,
-                )
+                change = f"at step {steps} the saved beta was {saved['beta']:g}, but {group['anneal']} gives {beta:g}"
+                warnings.warn(f"{change}: training goes on with another schedule", stacklevel=2)
         self._write(rounded=finalized)
         self.finalized = finalized
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -548,10 +544,8 @@ class MirrorDescent(Optimizer):
         here = [(len(g["params"]), g["method"].identity()) for g in self.param_groups]
         pairs = zip(self.param_groups, saved, strict=False)
         if [n for n, _ in saved] != [n for n, _ in here] or not all(g["method"].fits(m) for g, (_, m) in pairs):
-            raise ValueError(
-                f"the state was saved with (parameters, method) {saved}, but this optimizer has {here}: "
-                "build it as it was"
-            )
+            expected = f"but this optimizer has {here}: build it as it was"
+            raise ValueError(f"the state was saved with (parameters, method) {saved}, {expected}")
         states = [state_dict["state"].get(key, {}) for group in groups for key in group["params"]]
         kept = []
         for weight, state in zip(self._params(), states, strict=True):
@@ -612,8 +606,6 @@ def beta_at(group: Group, step: int) -> float:
     except (TypeError, ValueError):
         raise TypeError(f"anneal gives {value!r} at step {step}, but beta must be a number") from None
     if not method.lowest_beta <= beta <= 1e35:
-        raise ValueError(
-            f"beta is {beta:g} at step {step}, but {type(method).__name__} needs a beta from {method.lowest_beta:g} to "
-            f"1e35: change {schedule}"
-        )
+        expected = f"{type(method).__name__} needs a beta from {method.lowest_beta:g} to 1e35"
+        raise ValueError(f"beta is {beta:g} at step {step}, but {expected}: change {schedule}")
     return beta

@@ -30,6 +30,7 @@ MULTIPLYING: tuple[type[nn.Module], ...] = (nn.Linear, nn.Bilinear, nn.modules.c
 MULTIPLYING += (nn.RNNBase, nn.RNNCellBase)
 
 Pattern = str | type[nn.Module]
+Names = dict[nn.Parameter, list[str]]
 _NORM, _VECTOR, _EMBEDDING = "normalization", "bias or other vector", "embedding"
 _OTHER = "not a weight of a layer that multiplies"
 
@@ -89,20 +90,17 @@ def split(
     floats = [(all_names[0], p) for p, all_names in names.items() if reasons[p]]
     why = [reasons[p] for _, p in floats]
     if not quantized:
-        given = f"skip={_show(skip)}" + ("" if only is None else f" and only={_show(only)}")
         said = summarized([(name, reasons[p]) for name, p in floats])
         raise ValueError(
-            f"{given}: none of {len(floats)} parameters is left to quantize ({said}): name parameters with only=, or "
-            "choose everything=True; those of normalization layers stay in float unless norms=True"
+            f"none of {len(floats)} parameters is left to quantize ({said}): name parameters with only=, or choose "
+            "everything=True; those of normalization layers stay in float unless norms=True"
         )
     for name, _ in quantized:
         _refuse_computed(model, name)
     return ([{"params": floats, "method": "ref", "why": why}] if floats else []) + [{"params": quantized}]
 
 
-def _reasons(
-    model: nn.Module, names: dict[nn.Parameter, list[str]], *, everything: bool, norms: bool
-) -> dict[torch.Tensor, str]:
+def _reasons(model: nn.Module, names: Names, *, everything: bool, norms: bool) -> dict[torch.Tensor, str]:
     """Why each parameter stays in float without any pattern; empty for one that is quantized."""
     multiplied, embedded, normalizing = _multiplied(model), _owned(model, EMBEDDINGS), _owned(model, NORMS)
     reasons: dict[torch.Tensor, str] = {}
@@ -180,15 +178,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+def _names(model: nn.Module) -> Names:
     """Each parameter with all of its names, in the model's order."""
-    names: dict[nn.Parameter, list[str]] = {}
+    names: Names = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return names
 
 
-def _matching(model: nn.Module, names: dict[nn.Parameter, list[str]], pattern: Pattern) -> set[torch.Tensor]:
+def _matching(model: nn.Module, names: Names, pattern: Pattern) -> set[torch.Tensor]:
     if isinstance(pattern, type):
         owners = [module for module in model.modules() if isinstance(module, pattern)]
         found: set[torch.Tensor] = {p for module in owners for p in module.parameters() if p in names}
@@ -196,8 +194,9 @@ def _matching(model: nn.Module, names: dict[nn.Parameter, list[str]], pattern: P
         found = {p for p, all_names in names.items() if any(_under(name, pattern) for name in all_names)}
     if not found:
         every = [name for all_names in names.values() for name in all_names]
-        near = difflib.get_close_matches(str(pattern), every, 3, cutoff=0) if isinstance(pattern, str) else every[:3]
-        raise ValueError(f"the pattern {_show([pattern])} matches no parameter; there are {', '.join(near)}, ...")
+        shown = repr(pattern) if isinstance(pattern, str) else pattern.__name__
+        near = ", ".join(difflib.get_close_matches(shown, every, 3, cutoff=0))
+        raise ValueError(f"the pattern [{shown}] matches no parameter; there are {near}, ...")
     return found
 
 
@@ -209,7 +208,3 @@ def _under(name: str, pattern: str) -> bool:
 
 def _listed(patterns: Pattern | Sequence[Pattern]) -> Sequence[Pattern]:
     return [patterns] if isinstance(patterns, (str, type)) else patterns
-
-
-def _show(patterns: Sequence[Pattern]) -> str:
-    return "[" + ", ".join(p.__name__ if isinstance(p, type) else repr(p) for p in patterns) + "]"

@@ -83,10 +83,9 @@ class Method:
         if "name" not in cls.__dict__:
             return
         known = Method.registry.setdefault(cls.name, cls)
-        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(
-                f"the name {cls.name!r} is taken by {known.__module__}.{known.__qualname__}: choose another"
-            )
+        owner = f"{known.__module__}.{known.__qualname__}"
+        if owner != f"{cls.__module__}.{cls.__qualname__}":
+            raise ValueError(f"the name {cls.name!r} is taken by {owner}: choose another")
         Method.registry[cls.name] = cls  # a class that is defined again, as in a notebook
         cls.label = cls.__dict__.get("label", cls.name)
 
@@ -150,9 +149,7 @@ class Method:
         unit = self._unit({"latent": weight, **state})
         latent = self._checked("lift", name, self.lift(unit), weight.shape).clone()
         if self.scale is not None and self.scale.how == "computed" and latent.shape != weight.shape:
-            raise ValueError(
-                f"{self} has several latents per weight, from which no scale can be computed: fix or learn it"
-            )
+            raise ValueError(f"{self} has several latents, from which no scale can be computed: fix or learn it")
         state["latent"] = self._times(latent, state)
         state |= {k: self._checked("start", name, v).clone() for k, v in self.start(unit, latent).items()}
         trial = {k: v.clone() for k, v in state.items()}

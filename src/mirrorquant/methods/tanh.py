@@ -24,10 +24,9 @@ class MD(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if type(self) is MD and self.mirror.interval != (self.levels[0], self.levels[-1]):
-            raise ValueError(
-                f"the mirror maps onto {self.mirror.interval}, but the levels run from {self.levels[0]:g} to "
-                f"{self.levels[-1]:g}: use levels that end where the mirror does"
-            )
+            ends = f"the levels run from {self.levels[0]:g} to {self.levels[-1]:g}"
+            remedy = "use levels that end where the mirror does"
+            raise ValueError(f"the mirror maps onto {self.mirror.interval}, but {ends}: {remedy}")
 
     def project(self, latent: Tensor, beta: Beta) -> Tensor:
         """w = P_β(w̃)."""
@@ -83,10 +82,8 @@ class MDTanh(MDTanhS):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.levels) != 2:
-            raise ValueError(
-                f"{self.name} has a closed form for two levels only, not for {self.levels}: "
-                "use md-tanh-s (any levels), or md-softmax (primal, any levels)"
-            )
+            remedy = "use md-tanh-s (any levels), or md-softmax (primal, any levels)"
+            raise ValueError(f"{self.name} has a closed form for two levels only, not for {self.levels}: {remedy}")
 
     def project(self, latent: Tensor, beta: Beta) -> Tensor:
         """w = P_1(v): β is in v already."""
