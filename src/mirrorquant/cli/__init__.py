@@ -25,7 +25,7 @@ from typing import Any
 
 from mirrorquant._text import printable
 from mirrorquant._version import __version__
-from mirrorquant.cli import files, show, train
+from mirrorquant.cli import files, runs
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.train import Interrupted
 from mirrorquant.train.config import KEYS
@@ -83,28 +83,19 @@ def _parse(given: list[str], parser: argparse.ArgumentParser, commands: list[str
         near = difflib.get_close_matches(given[0], commands, 1, cutoff=0.0)
         raise _UsageError(f"there is no command {given[0]!r}; did you mean {near[0]!r}?")
     options, unknown = parser.parse_known_args(given)
-    words = [*getattr(options, "words", ()), *unknown]
-    takes_keys = "words" in options
-    if takes_keys and (hint := _hint(words)):
-        raise _UsageError(hint)
-    options.overrides = [word for word in words if takes_keys and "=" in word and not word.startswith("-")]
-    others = [word for word in words if word not in options.overrides]
+    takes_keys, others, options.overrides = "words" in options, list[str](), list[str]()
+    for word in [*getattr(options, "words", ()), *unknown]:
+        name, equals, value = word.partition("=")
+        key = name.lstrip("-").replace("-", "_")
+        if takes_keys and not name:
+            raise _UsageError("write key=value without spaces, as in lr=0.01")
+        if takes_keys and name.startswith("-") and key in KEYS:
+            raise _UsageError(f"there is no option {name}: write {key}={value or 'VALUE'}")
+        (options.overrides if takes_keys and equals and not name.startswith("-") else others).append(word)
     if len(others) > takes_keys or any(word.startswith("-") for word in others):
         parser.error(f"unrecognized arguments: {' '.join(unknown or others[1:])}")
     options.word = "".join(others)
     return options
-
-
-def _hint(words: Sequence[str]) -> str:
-    """How to write arguments that look like a change of a key; empty for others."""
-    if any(word.startswith("=") for word in words):
-        return "write key=value without spaces, as in lr=0.01"
-    for word in words:
-        option, _, value = word.partition("=")
-        key = option.lstrip("-").replace("-", "_")
-        if option.startswith("-") and key in KEYS:
-            return f"there is no option {option}: write {key}={value or 'VALUE'}"
-    return ""
 
 
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
@@ -121,6 +112,6 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
             sub.add_argument("--json", action="store_true", help="print JSON")
         return sub
 
-    for module in (train, show, files):
+    for module in (runs, files):
         module.add_commands(command)
     return parser, list(commands.choices)

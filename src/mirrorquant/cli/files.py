@@ -15,7 +15,7 @@ from torch import nn
 
 from mirrorquant import data, models, packing
 from mirrorquant._text import first_line, printable
-from mirrorquant.cli.train import TRUSTED, suggest
+from mirrorquant.cli.runs import TRUSTED, suggest
 from mirrorquant.export import FORMATS
 from mirrorquant.export import export as export_model
 from mirrorquant.health import health

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from mirrorquant.methods import Method
 from mirrorquant.mirrors import Mirror, ShiftedTanh, Tanh
 from mirrorquant.report import labels
 from mirrorquant.report.record import RunRecord
-from mirrorquant.report.tables import spread
+from mirrorquant.report.tables import grouped, spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # type: ignore[import-not-found, unused-ignore]
@@ -65,10 +65,6 @@ def curves(runs: Sequence[Path], out: Path) -> Path:
         for ax in axes.values():
             ax.set(xlabel="iteration", xlim=(0, max(1, *(step for run in records for step in (*run.train, *run.val)))))
             _iterations(ax.xaxis)
-        if len(axes) == 3:  # loss above beta
-            axes["loss"].sharex(axes["beta"])
-            axes["loss"].tick_params(labelbottom=False)
-            axes["loss"].set_xlabel("")
         _legend_below(figure, lines)
     return out
 
@@ -149,8 +145,7 @@ def _draw_curves(axes: Mapping[str, Axes], lines: Sequence[_Line]) -> None:
         for line in lines:
             _draw_span(ax, line, line.span("val", "accuracy"))
             for step, value in line.best():
-                size = 6 if len(line.runs) == 1 else 4.5
-                ax.plot(step, value, "o", color=line.colour, ms=size, mec="white", mew=1, zorder=4, clip_on=False)
+                ax.plot(step, value, "o", color=line.colour, ms=5, mec="white", mew=1, zorder=4, clip_on=False)
         low, high = ax.get_ylim()
         ax.set_ylim(max(min(low, high - 2), -1), min(max(high, low + 2), 101))
     if ax := axes.get("loss"):
@@ -331,17 +326,13 @@ def comparison(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
     ``rows`` are those of :func:`mirrorquant.report.tables.compare_row`; several with the same method and levels, such
     as seeds, are drawn as small points around their mean. Rows of the method ``ref`` make the dashed line.
     """
-    points: dict[tuple[str, tuple[float, ...]], list[float]] = {}
-    for row in rows:
-        points.setdefault((row["method"], labels.level_values(row.get("levels"))), []).append(float(row["test"]))
-    every = [value for values in points.values() for value in values]
-    floats = [value for (method, _), values in points.items() if method == "ref" for value in values]
-    points = {key: values for key, values in points.items() if key[0] != "ref"}
+    points = {key: [float(row["test"]) for row in group] for key, group in grouped(rows).items()}
+    every = list(chain(*points.values()))
+    floats = list(chain(*(points.pop(key) for key in list(points) if key[0] == "ref")))
     if not points:
         raise PlotError("no quantized method to compare: give the rows of at least one beside the float reference")
     several = len({levels for _, levels in points}) > 1
-    texts = [f" ({labels.levels(levels)})" if several else "" for _, levels in points]
-    names = [labels.method(method) + text for (method, _), text in zip(points, texts, strict=True)]
+    names = [labels.method(method) + f" ({labels.levels(levels)})" * several for method, levels in points]
     names = [textwrap.fill(name, 34) for name in names]
     height = 0.16 + 0.16 * max(name.count("\n") + 1 for name in names)
     with _figure(out, 7.2, 0.8 + len(points) * height, "Test accuracy of the rounded network, %") as figure:
@@ -353,10 +344,10 @@ def comparison(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
         limits = max(0, min(every) - 1.5 * width), min(100, max(every) + 0.1 * width)
         ax.set(ylim=(len(points) - 0.5, -0.5), xlim=limits)
         if floats:
-            mean = math.fsum(floats) / len(floats)
+            mean, above = math.fsum(floats) / len(floats), ax.get_xaxis_transform()
             ax.axvline(mean, color="#333333", ls=(0, (4, 3)), lw=1.3, zorder=2)
-            above: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "bottom"}
-            ax.text(mean, 1.02, f"float {spread(floats, count=True)}", fontsize=8.5, **above)
+            text = f"float {spread(floats, count=True)}"
+            ax.text(mean, 1.02, text, fontsize=8.5, transform=above, ha="center", va="bottom")
     return out
 
 
@@ -370,8 +361,8 @@ def _draw_points(ax: Axes, points: Mapping[tuple[str, tuple[float, ...]], Sequen
             ax.plot(values, [place] * len(values), "o", ms=4, color="white", mec=colour, zorder=4, clip_on=False)
         mean = math.fsum(values) / len(values)
         ax.plot(mean, place, "o", ms=9, color=colour, mec="white", mew=1.2, zorder=5, clip_on=False)
-        right: dict[str, Any] = {"transform": ax.get_yaxis_transform(), "va": "center_baseline"}
-        ax.text(1.03, place, spread(values, count=True), fontsize=9, **right)
+        right, text = ax.get_yaxis_transform(), spread(values, count=True)
+        ax.text(1.03, place, text, fontsize=9, transform=right, va="center_baseline")
 
 
 @contextmanager

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mirrorquant._text import printable, table
 from mirrorquant.report import labels
 from mirrorquant.report.record import RunRecord
 
-__all__ = ["compare_row", "compare_table", "duration", "results_tables", "spread"]
+__all__ = ["compare_row", "compare_table", "duration", "grouped", "results_tables", "spread"]
 
 
 def compare_row(record: RunRecord) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def compare_row(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def compare_table(rows: Sequence[dict[str, Any]]) -> str:
+def compare_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Several methods on one task as aligned plain text; the rows are those of :func:`compare_row`.
 
     Rows with the same method and levels are seeds and make one line: the mean ± the sample standard deviation of each
@@ -46,9 +46,7 @@ def compare_table(rows: Sequence[dict[str, Any]]) -> str:
     >>> print(compare_table([row | {"seconds": 75}, row | {"seed": 1, "test": 98.1}]).splitlines()[-1])
     bc      -1, +1             1.00  0, 1   97.50 ± 0.00   97.80 ± 0.00    97.80 ± 0.42    1 min 15 s
     """
-    groups: dict[tuple[str, tuple[float, ...]], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["method"], labels.level_values(row.get("levels"))), []).append(row)
+    groups = grouped(rows)
     several = any(len(group) > 1 for group in groups.values())
     numbers = ["soft %", "rounded val %", "rounded test %", "time per run" if several else "time"]
     text = [["method", "levels", "bits per weight", *["seeds"] * several, *numbers]]
@@ -60,6 +58,14 @@ def compare_table(rows: Sequence[dict[str, Any]]) -> str:
         levels, bits = labels.levels(group[0].get("levels")), spread([group[0].get("bits")])
         text.append([method, levels, bits, *seeds, *accuracies, time])
     return table(text, ["bits per weight", *numbers], rule=True)
+
+
+def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, tuple[float, ...]], list[Mapping[str, Any]]]:
+    """The rows by method and levels: the seeds of each."""
+    groups: dict[tuple[str, tuple[float, ...]], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["method"], labels.level_values(row.get("levels"))), []).append(row)
+    return groups
 
 
 def results_tables(records: Sequence[RunRecord]) -> str:

@@ -1,4 +1,4 @@
-"""The commands that train: one run, or several methods side by side."""
+"""The commands about runs: train, compare, list and draw."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import itertools
 import json
 import shlex
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mirrorquant import methods
 from mirrorquant._text import table
-from mirrorquant.report import RunRecord, plots
-from mirrorquant.report.tables import compare_row, compare_table
-from mirrorquant.train import Config, ConfigError, Run, RunFolder, build
+from mirrorquant.packing import kernels
+from mirrorquant.report import RunRecord, plots, read_results
+from mirrorquant.report.tables import compare_row, compare_table, results_tables
+from mirrorquant.train import Config, ConfigError, Run, RunFolder, build, recipes
 from mirrorquant.train.config import KEYS, Key
 from mirrorquant.train.run_folder import BEST
 
@@ -23,7 +25,7 @@ TRUSTED = "a run of a custom model imports the module it names, so only use runs
 
 
 def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Adds ``train`` and ``compare`` to the parser."""
+    """Adds them to the parser."""
     sub = command("train", train, "cifar10/resnet18/binary/md-tanh-s seed=1")
     _add_words(sub, "RECIPE", f"a name from 'mirrorquant recipes'; default: {DEFAULT}")
     sub.add_argument("--out", type=Path, help="the run's folder; default: a new one in runs/")
@@ -36,6 +38,17 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("--seeds", type=int, default=1, help="runs per method, with seeds 0, 1, ...")
     sub.add_argument("--out", type=Path, help="folder of the runs; default: runs/compare-TASK")
     sub.add_argument("--resume", action="store_true", help="continue the comparison in the folder")
+    sub = command("recipes", show_recipes, "cifar10/resnet18/ref")
+    sub.add_argument("name", nargs="?", default="", help="a recipe, or a part of the names to list")
+    command("methods", show_methods)
+    sub = command("table", show_results, "--results results", json=False)
+    sub.add_argument("--results", type=Path, default=Path("results"), help="folder of the runs' JSON files")
+    sub = command("curves", curves, "runs/A runs/B --out curves.png", json=False)
+    sub.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="a run's folder, or its file in results/")
+    sub.add_argument("--out", type=Path, default=Path("curves.png"))
+    sub = command("plots", projections, "--out figures", json=False)
+    sub.add_argument("--out", type=Path, default=Path("figures"))
+    command("kernels", show_kernels, json=False)
 
 
 def _add_words(sub: argparse.ArgumentParser, name: str, text: str) -> None:
@@ -98,11 +111,8 @@ def compare(options: argparse.Namespace) -> None:
     print(f"\n{compare_table(rows)}\n")
     _draw([folder / name for name in configs], folder, rows)
     print(f"wrote {len(configs)} runs to folders in {folder}")
-    suggest(
-        ("train cifar10/resnet18/binary/md-tanh-s", "a cell of the paper (needs a GPU and CIFAR-10)"),
-        ("recipes", "all of them"),
-        ("train RECIPE model=MODULE:FUNCTION data=folder:PATH", "your own model and images"),
-    )
+    custom = ("train RECIPE model=MODULE:FUNCTION data=folder:PATH", "your own model and images")
+    suggest(("recipes", "all cells of the paper's tables"), custom)
 
 
 def _compared(task: str, options: argparse.Namespace) -> dict[str, Config]:
@@ -168,3 +178,45 @@ def _draw(folders: Sequence[Path], out: Path, rows: Sequence[dict[str, Any]] = (
                 print(f"wrote {plots.histograms(folder, folder / 'weights.png')}")
     except plots.PlotError as error:
         print(f"no further pictures: {error}")
+
+
+def show_recipes(options: argparse.Namespace) -> None:
+    """List the recipes, or show one."""
+    found = [name for name in recipes.names() if options.name in name]
+    if options.name in found or not found:
+        _print(recipes.get(options.name), options.json)  # raises for an unknown name, with the nearest one
+    elif options.json:
+        print(json.dumps(found))
+    else:
+        papers = {name: recipes.get(name).get("paper") for name in found}
+        print(table([[name, f"paper {paper:.2f} %" if paper else ""] for name, paper in papers.items()]))
+
+
+def show_methods(options: argparse.Namespace) -> None:
+    """List the methods."""
+    _print({name: methods.get(name).describe() for name in methods.names()}, options.json)
+
+
+def show_results(options: argparse.Namespace) -> None:
+    """Show the runs kept as results, in one table per task."""
+    print(results_tables(read_results(options.results)))
+
+
+def curves(options: argparse.Namespace) -> None:
+    """Draw training curves."""
+    print(f"wrote {plots.curves(options.folders, options.out)}")
+
+
+def projections(options: argparse.Namespace) -> None:
+    """Draw projections, their inverses and mirror maps."""
+    for path in plots.projections(options.out):
+        print(f"wrote {path}")
+
+
+def show_kernels(options: argparse.Namespace) -> None:
+    """Show which kernels run packed networks here."""
+    print(kernels.describe())
+
+
+def _print(values: Mapping[str, Any], as_json: bool) -> None:
+    print(json.dumps(values) if as_json else table([[key, str(value)] for key, value in values.items()]))
