@@ -145,7 +145,7 @@ def _draw_curves(axes: Mapping[str, Axes], lines: Sequence[_Line]) -> None:
         for line in lines:
             _draw_span(ax, line, line.span("val", "accuracy"))
             for step, value in line.best():
-                ax.plot(step, value, "o", color=line.colour, ms=5, mec="white", mew=1, zorder=4, clip_on=False)
+                ax.plot(step, value, "o", color=line.colour, ms=6, mec="white", mew=1, zorder=4, clip_on=False)
         low, high = ax.get_ylim()
         ax.set_ylim(max(min(low, high - 2), -1), min(max(high, low + 2), 101))
     if ax := axes.get("loss"):
