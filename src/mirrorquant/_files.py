@@ -50,8 +50,6 @@ def write_atomically(
     except OSError as problem:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if not path.parent.is_dir():
-            raise error(f"{path} could not be written: its folder is gone") from problem
         raise error(f"{path} could not be written ({problem.strerror}); what was there before is intact") from problem
     with suppress(OSError):  # Windows and some file systems cannot synchronize a folder
         handle = os.open(path.parent, os.O_RDONLY)

@@ -35,8 +35,8 @@ def load(root: Path, *, download: bool) -> Data:
     """Fashion-MNIST from the first folder that has one of its files; files missing there are downloaded."""
     places = (root / "fashion-mnist", root, root / "FashionMNIST" / "raw", SYSTEM)
     folder = locate(places, [f"{name}{end}" for name in FILES for end in ("", ".gz")])
-    images, labels, *rest = (_content(folder, name, download) for name in FILES)
-    fit, test = _images(images, labels), _images(*rest)
+    found = [_content(folder, name, download) for name in FILES]
+    fit, test = (Images(x.view(-1, 1, 28, 28), y.long(), CLASSES) for x, y in (found[:2], found[2:]))
     train, val = fit.take(slice(-VAL)), fit.take(slice(-VAL, None))
     return Data("fashion-mnist", train, val, test, MEAN, STD, augment="crop-flip")
 
@@ -50,7 +50,3 @@ def _content(folder: Path, name: str, download: bool) -> Tensor:
     count, sha256 = FILES[name]
     header, pixels = (16, 28 * 28) if "images" in name else (8, 1)
     return read(path, header + count * pixels, sha256)[header:]
-
-
-def _images(images: Tensor, labels: Tensor) -> Images:
-    return Images(images.view(-1, 1, 28, 28), labels.long(), CLASSES)

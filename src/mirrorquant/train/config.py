@@ -207,14 +207,6 @@ class Config:
     def __getitem__(self, name: str) -> Any:
         return vars(self)[name]
 
-    def nested(self) -> dict[str, dict[str, Any]]:
-        """All values by section and key.
-
-        >>> Config().nested()["machine"]
-        {'device': 'auto', 'data_root': 'data', 'threads': 0, 'engine': 'auto'}
-        """
-        return {name: {k: self[k] for k, each in KEYS.items() if each.section == name} for name in _SECTIONS}
-
     def record(self) -> dict[str, Any]:
         """All values with the version, for files; :func:`upgrade` reads it."""
         return {"version": VERSION, **dataclasses.asdict(self)}
@@ -271,7 +263,8 @@ class Config:
 
     def text(self) -> str:
         """The content of a file: nested JSON with its version and its own checksum."""
-        content = {"version": VERSION, **self.nested()}
+        nested = {name: {k: self[k] for k, each in KEYS.items() if each.section == name} for name in _SECTIONS}
+        content = {"version": VERSION, **nested}
         return json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n"
 
     @classmethod
@@ -297,16 +290,12 @@ class Config:
         if newer or version not in range(1, VERSION + 1):
             what = f"has the key {newer[0]!r:.60}" if newer else f"is of version {version!r:.60}"
             raise ConfigError(f"{path} {what}, unknown to this version of mirrorquant: use the version that wrote it")
-        method = content.get("method", cls.method)
-        if isinstance(method, str) and method not in methods.names():
-            raise ConfigError(
-                f"{path} names the method {method!r:.60}, which is not registered here. If it is a custom method, "
-                f"import the module that defines it first: {_IMPORT}"
-            )
         try:
             return cls(**content)
         except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
+            known = content.get("method", cls.method) in methods.names()
+            hint = "" if known else f" If it is a custom method, import its module first: {_IMPORT}"
+            raise ConfigError(f"{path}: {error}{hint}") from error
 
 
 KEYS: dict[str, Key] = {each.name: Key(str(each.type), **each.metadata) for each in dataclasses.fields(Config)}

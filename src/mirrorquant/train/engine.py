@@ -60,12 +60,18 @@ class PlainEngine:
 
     def step(self, k: int) -> None:
         """Trains on batch k; a loss that is not finite raises FloatingPointError (on CUDA it would cost a wait)."""
-        task = self.task
+        task, batch = self.task, self.task.batch(k)
         for group in task.opt.param_groups:
             group["lr"] = task.lr(k)
         task.model.train()
         task.opt.zero_grad()
-        loss = self._loss(k)
+        try:
+            with task.autocast():
+                loss = task.objective(self.network(batch.images), batch)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            size = "x".join(map(str, task.data.shape))
+            data = f"{task.data.name}, {len(task.data.classes)} classes of {size} in batches of {len(batch.labels)}"
+            raise EngineError(f"{type(task.model).__name__} cannot train on {data}: {first_line(error)}") from error
         if task.device.type == "cpu" and not bool(torch.isfinite(loss)):
             raise FloatingPointError
         loss.backward()  # type: ignore[no-untyped-call]
@@ -74,18 +80,6 @@ class PlainEngine:
         except (ValueError, RuntimeError) as error:
             raise EngineError(f"{error}. The last checkpoint is intact") from error
         self.losses += loss.detach()
-
-    def _loss(self, k: int) -> Tensor:
-        task, batch = self.task, self.task.batch(k)
-        try:
-            with task.autocast():
-                return task.objective(self.network(batch.images), batch)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            size, classes = "x".join(map(str, task.data.shape)), len(task.data.classes)
-            raise EngineError(
-                f"{type(task.model).__name__} cannot train on {task.data.name}, {classes} classes of {size} in batches "
-                f"of {len(batch.labels)}: {first_line(error)}"
-            ) from error
 
     def score(self) -> tuple[float, float]:
         """Accuracy and loss of the rounded network on the validation images."""

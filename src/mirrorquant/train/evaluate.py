@@ -13,7 +13,7 @@ from mirrorquant.methods import REF
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.train.objective import Objective
 
-__all__ = ["BATCH", "accuracy", "count_parameters", "has_nan", "layers", "not_finite"]
+__all__ = ["BATCH", "accuracy", "has_nan", "layers", "not_finite"]
 
 BATCH = 500
 
@@ -47,13 +47,6 @@ def layers(opt: MirrorDescent) -> list[dict[str, Any]]:
             off = not floating and method.adopted(p.detach(), opt.state[p]) is None
             rows.append({"name": name, "shape": list(p.shape), "count": p.numel(), "bits": bits, "off_levels": off})
     return rows
-
-
-def count_parameters(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The number of parameters, how many of them are quantized, and the mean number of bits per parameter."""
-    total = sum(row["count"] for row in rows)
-    bits = sum(row["count"] * row["bits"] for row in rows) / total
-    return {"total": total, "quantized": sum(row["count"] for row in rows if row["bits"] < 32), "bits": bits}
 
 
 def has_nan(opt: MirrorDescent) -> bool:

@@ -223,7 +223,7 @@ class Run:
 
     def _restore(self) -> None:
         """Continues from the newest checkpoint that fits, if there is one."""
-        self.clock.seconds, metrics = 0.0, self.folder.path / "metrics.jsonl"
+        self.clock, metrics = process.Clock(self.task.device), self.folder.path / "metrics.jsonl"
         if (losses := self.folder.restore(self._load, self.say)) is not None:
             self.engine.losses.fill_(losses)
             self.say(f"continuing after iteration {self.step}")
@@ -261,7 +261,7 @@ class Run:
         state.setdefault("logged", task.opt.steps - task.opt.steps % theirs.log_every)
         for name in _COUNTS:
             setattr(self, name, type(getattr(self, name))(state[name]))
-        self.clock.seconds = float(state["seconds"])
+        self.clock.earlier = float(state["seconds"])
         if "aside" in state:
             self.clock.aside = {name: float(state["aside"][name]) for name in self.clock.aside}
         if "metrics" in state:
@@ -291,6 +291,7 @@ class Run:
         best = {"model": task.model.state_dict(), "config": config.text(), "images": images}
         checkpoint.save(self.folder.path / BEST[0], best)
         lines, training = self.folder.metrics(), seconds - sum(self.clock.aside.values())
+        total, on_cuda = sum(row["count"] for row in rows), task.device.type == "cuda"
         summary = {
             "recipe": config.recipe or None,
             "config": config.record(),
@@ -305,24 +306,27 @@ class Run:
             "aside": {name: round(part, 2) for name, part in self.clock.aside.items()},
             "iterations_per_second": round(self.step / max(seconds, 1e-9), 2),
             "training_iterations_per_second": round(self.step / max(training, 1e-9), 2),
-            "versions": versions(task.device),
+            "versions": {
+                "mirrorquant": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "device": torch.cuda.get_device_name(task.device) if on_cuda else platform.machine(),
+            },
             "engine": {
                 "engine": self.engine.name,
                 "precision": str(task.dtype).removeprefix("torch."),
                 "compile": task.compile,
                 "channels_last": task.channels_last,
-                "cuda_bytes": torch.cuda.max_memory_allocated(task.device) if task.device.type == "cuda" else 0,
+                "cuda_bytes": torch.cuda.max_memory_allocated(task.device) if on_cuda else 0,
             },
             "curve": [[line["step"], round(line["accuracy"], 3)] for line in lines if line["kind"] == "val"],
             "loss_curve": [[line["step"], round(line["loss"], 5)] for line in lines if line["kind"] == "train"],
-            "parameters": evaluate.count_parameters(rows),
+            "parameters": {
+                "total": total,
+                "quantized": sum(row["count"] for row in rows if row["bits"] < 32),
+                "bits": sum(row["count"] * row["bits"] for row in rows) / total,
+            },
             "layers": rows,
         }
         self.folder.write("summary.json", json.dumps(summary, indent=1) + "\n")
         return summary
-
-
-def versions(device: torch.device) -> dict[str, str]:
-    """The software and hardware that a run used."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return {"mirrorquant": __version__, "torch": torch.__version__, "python": platform.python_version(), "device": name}

@@ -53,17 +53,13 @@ class Clock:
     """Seconds since the start of a run, over all resumes, and the part of them that was not spent on training."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.began = device, time.monotonic()
+        self.device, self.began, self.earlier = device, time.monotonic(), 0.0
         self.aside = {"startup": 0.0, "validation": 0.0, "checkpoints": 0.0}
 
     @property
     def seconds(self) -> float:
-        """All seconds so far; set it to continue from there."""
-        return time.monotonic() - self.began
-
-    @seconds.setter
-    def seconds(self, seconds: float) -> None:
-        self.began = time.monotonic() - seconds
+        """All seconds so far, with those of the processes before."""
+        return self.earlier + time.monotonic() - self.began
 
     @contextmanager
     def apart(self, what: str) -> Iterator[None]:
