@@ -57,8 +57,6 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def evaluate(options: argparse.Namespace) -> None:
     """Evaluate the best rounded network of a run, or a file made from it."""
-    if options.what.suffix != PACKED:
-        _refuse_builder(options)
     from_file = options.what.suffix in (PACKED, *_RUNTIMES)
     model, images, result, text = _from_file(options) if from_file else _from_run(options)
     result |= {"split": options.split, "data": images.name}
@@ -75,7 +73,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
 def _from_run(options: argparse.Namespace) -> tuple[nn.Module, data.Data, dict[str, Any], str]:
     """The network of a run, its images, and whether its weights are on their levels, as facts and as a text."""
-    best = _best(options.what)
+    best = _best(options)
     config, off, device = best.config, best.off_levels, build.device(best.config)
     images = _images(config.data, config.data_root, options).to(device)
     problems = [] if off else health(best.opt).collapses
@@ -94,6 +92,7 @@ def _from_file(options: argparse.Namespace) -> tuple[nn.Module, data.Data, dict[
         model: Any = _packed(options)
         how = f"packed: {kernels.describe()}"
     else:
+        _refuse_builder(options)
         module, name = _RUNTIMES[path.suffix]
         model = getattr(importlib.import_module(f"mirrorquant.export.{module}"), name)(path)
         how = f"by {model.runtime}"
@@ -175,7 +174,7 @@ def summary(options: argparse.Namespace) -> None:
         about |= {"sha256": contents.sha256, "architecture": contents.architecture, "about": contents.about}
         end = f"\nsha256 {contents.sha256}"
     elif path.exists():
-        found = summarize(_best(path).model)
+        found = summarize(_best(options).model)
     else:
         config = Config.from_recipe(str(path))
         known = data.get(config.data)
@@ -190,14 +189,11 @@ def _network(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any], Pa
     if options.what.suffix == PACKED:
         model = _packed(options)
         return model, model.about, options.what
-    _refuse_builder(options)
-    best = _best(options.what)
+    best = _best(options)
     if best.config.method == "ref":
         call = f"torch.load({str(best.path)!r}, weights_only=True)['model'], a state_dict for PyTorch's tools"
         reason = "is a float network, and only quantized ones can be packed or exported"
         raise PackError(f"{options.what} {reason}; in Python its weights are {call}")
-    if off := best.off_levels:
-        raise PackError(f"{best.path} has weights off their {best.config.levels} levels, in {', '.join(off)}")
     return best.model, best.about, best.path.with_name("packed")
 
 
@@ -210,16 +206,18 @@ def _packed(options: argparse.Namespace) -> PackedModel:
     return packing.load(options.what, models.build(options.model, classes if known else 10))
 
 
-def _best(path: Path) -> Best:
+def _best(options: argparse.Namespace) -> Best:
     """The best network of a run, from its folder or its file."""
+    path: Path = options.what
     if path.is_file() and path.name not in BEST:
         expected = f"the folder of a run, its {BEST[0]} or a packed *{PACKED}"
         raise ConfigError(f"{path} is not a supported file; expected {expected}")
+    _refuse_builder(options)
     return Best.load(path)
 
 
 def _refuse_builder(options: argparse.Namespace) -> None:
-    if options.model is not None:
+    if vars(options).get("model"):
         raise ConfigError(f"--model is for packed files: {options.what} has its own")
 
 

@@ -213,8 +213,7 @@ def _legend_below(figure: Figure, lines: Sequence[_Line]) -> None:
     texts = [textwrap.fill(text, 76) for text in texts]
     handles = [Line2D([], [], color=line.colour, ls=line.dash, lw=2) for line in lines]
     columns = max(1, min(len(lines), 125 // (8 + max(map(len, texts)))))
-    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0, 0), "alignment": "left", "frameon": False}
-    figure.legend(handles, texts, title=title, ncols=columns, **place)
+    figure.legend(handles, texts, title=title, ncols=columns, loc="upper left", bbox_to_anchor=(0, 0), alignment="left")
 
 
 def histograms(run: Path, out: Path) -> Path:
@@ -296,9 +295,9 @@ def projections(out: Path) -> list[Path]:
 
     They are written to the folder ``out``: ``tanh.png`` (binary levels) and ``stanh.png`` (shifted tanh, ternary).
     """
-    binary = _draw_mirror(Tanh(), BINARY, "tanh, levels −1, +1", out / "tanh.png")
-    ternary = _draw_mirror(ShiftedTanh(TERNARY), TERNARY, "shifted tanh, levels −1, 0, +1", out / "stanh.png")
-    return [binary, ternary]
+    tanh = Tanh(), BINARY, "tanh, levels −1, +1", out / "tanh.png"
+    shifted = ShiftedTanh(TERNARY), TERNARY, "shifted tanh, levels −1, 0, +1", out / "stanh.png"
+    return [_draw_mirror(*tanh), _draw_mirror(*shifted)]
 
 
 def _draw_mirror(mirror: Mirror, levels: Levels, title: str, out: Path) -> Path:

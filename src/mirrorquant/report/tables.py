@@ -18,12 +18,11 @@ def compare_row(record: RunRecord) -> dict[str, Any]:
 
     ``soft`` is the test accuracy of the soft network, ``val`` and ``test`` are those of the rounded one.
     """
-    bits = record.summary.get("parameters")
     return {
         "method": record.name,
         "levels": record.levels or "float",
         "seed": record.config.get("seed"),
-        "bits": bits.get("bits") if isinstance(bits, dict) else None,
+        "bits": record.summary.get("parameters", {}).get("bits"),
         "soft": record.number("test_accuracy_soft"),
         "val": record.number("val_accuracy"),
         "test": record.number("test_accuracy"),
