@@ -46,7 +46,7 @@ def read(path: Path, size: int, sha256: str | None = None) -> Tensor:
 def fetch(url: str, paths: Sequence[Path], *, download: bool, md5: str | None = None) -> None:
     """Downloads the files that are missing, from a tar archive that has all of them, or from the `url` of a single one.
 
-    Each appears only when it is complete, and a download with the right MD5. Other members of an archive are ignored.
+    Each appears only when it is complete and, if `md5` is given, the download has it. Other members are ignored.
     """
     missing = {path.name: path for path in paths if not path.exists()}
     if not missing:

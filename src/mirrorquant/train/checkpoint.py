@@ -50,11 +50,11 @@ def load(path: Path) -> dict[str, Any]:
         content = _files.read_regular(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
-    archive, sealed, digest = content, content[:-_DIGEST], content[-_DIGEST:]
+    archive, signed, digest = content, content[:-_DIGEST], content[-_DIGEST:]
     if content.startswith(_OLD):
         digest, _, archive = content[len(_OLD) :].partition(b"\n")
-        sealed = archive
-    if hashlib.sha256(sealed).hexdigest().encode() != digest:
+        signed = archive
+    if hashlib.sha256(signed).hexdigest().encode() != digest:
         raise CheckpointError(f"{path} is damaged: the checksum does not match its {len(content):,} bytes")
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as records:  # torch.save does not compress; a bomb does
