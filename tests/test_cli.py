@@ -45,6 +45,8 @@ def test_eval_says_whether_the_weights_are_on_their_levels(run_folder, capsys):
     told = capsys.readouterr().out
     assert re.search(r"digits test: \d+\.\d\d %", told)
     assert "all 5 quantized tensors are exactly on their binary levels" in told
+    assert main(["eval", str(run_folder), "--data", "synthetic:1x8x8:10", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["data"] == "synthetic:1x8x8:10"
     assert main(["eval", str(run_folder), "--split", "val", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     summary = json.loads((run_folder / "summary.json").read_text())
@@ -312,7 +314,8 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["pack", str(tmp_path / "ref")], "is a float network, and only quantized ones can be packed or exported"),
         (["export", str(tmp_path / "ref"), "--to", "onnx"], "is a float network, and only quantized ones can be"),
         (["eval", str(run_folder), "--model", "a:b"], "--model is for packed files"),
-        (["eval", str(run_folder), "--data", "synthetic:1x8x8:11"], "cannot be tested on synthetic:1x8x8:11, images"),
+        (["eval", str(run_folder), "--data", "synthetic:1x8x8:7"], "has 10 classes, but synthetic:1x8x8:7 7"),
+        (["eval", str(run_folder), "--data", "synthetic:3x8x8:10"], "cannot be tested on synthetic:3x8x8:10, images"),
         (["eval", str(tmp_path / "no.onnx"), "--data", "digits", "--model", "a:b"], "--model is for packed files"),
         (["export", str(run_folder), "--to", "onnx", "--model", "a:b"], "--model is for packed files"),
         (["pack", str(run_folder), "-o", "net.bin"], "net.bin must end in .safetensors"),

@@ -63,7 +63,7 @@ def evaluate(options: argparse.Namespace) -> None:
     try:
         result["accuracy"], result["loss"] = accuracy(model, getattr(images, options.split), images)
     except Exception as error:
-        what = f"{images.name}, images of {'x'.join(map(str, images.shape))} in {len(images.classes)} classes"
+        what = f"{images.name}, images of {'x'.join(map(str, images.shape))}"
         raise PackError(f"{options.what} cannot be tested on {what}: {first_line(error)}") from error
     if options.json:
         print(json.dumps(result))
@@ -76,6 +76,8 @@ def _from_run(options: argparse.Namespace) -> tuple[nn.Module, data.Data, dict[s
     best = _best(options)
     config, off, device = best.config, best.off_levels, build.device(best.config)
     images = _images(config.data, config.data_root, options).to(device)
+    if len(images.classes) != best.images["classes"]:
+        raise ConfigError(f"{best.path} has {best.images['classes']} classes, but {images.name} {len(images.classes)}")
     problems = [] if off else health(best.opt).collapses
     count = sum(row["bits"] < 32 for row in layers(best.opt))
     text = f"all {count} quantized tensors are exactly on their {config.levels} levels"
