@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -200,29 +199,9 @@ class OpenVinoModel(nn.Module):
                 new = Path(folder) / "new.xml"
                 ov.save_model(self.model, str(new), compress_to_fp16=False)
                 self.core.read_model(str(new))  # fails if not everything could be written
-                _replace_pair(new, path, Path(folder) / "old.xml")
+                path.unlink(missing_ok=True)  # it must never stand beside the weights of another network
+                new.with_suffix(".bin").replace(path.with_suffix(".bin"))
+                new.replace(path)
         except (OSError, RuntimeError) as error:
             problem = error.strerror if isinstance(error, OSError) else reason(error)
             raise PackError(f"{path} could not be written ({problem}); what was there before is intact") from error
-
-
-def _replace_pair(new: Path, path: Path, aside: Path) -> None:
-    """Moves ``*.xml`` and ``*.bin`` into place; if that fails, the old pair is put back.
-
-    The old description goes first and the new one comes last: whenever the process ends, no description stands beside
-    the weights of another network.
-    """
-    for file in (new, new.with_suffix(".bin")):
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-    done: list[tuple[Path, Path]] = []
-    steps = [(path, aside), (path.with_suffix(".bin"), aside.with_suffix(".bin"))]
-    steps = [step for step in steps if step[0].exists()]
-    try:
-        for source, target in [*steps, (new.with_suffix(".bin"), path.with_suffix(".bin")), (new, path)]:
-            source.rename(target)
-            done.append((source, target))
-    except OSError:
-        for source, target in reversed(done):
-            target.rename(source)
-        raise

@@ -17,7 +17,7 @@ tensor([[ 0.5000, -0.5000,  0.5000],
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,8 @@ from mirrorquant._text import printable
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.levels import BINARY, TERNARY, Levels
 
-__all__ = ["MOST_LEVELS", "PackError", "PackedTensor", "off_level"]
+__all__ = ["PackError", "PackedTensor", "off_level"]
 
-MOST_LEVELS = 256
 _DETECTED = 16  # more distinct values than this are not taken for levels, unless the caller passes them
 _SAMPLE = 4096
 
@@ -65,31 +64,16 @@ class PackedTensor(nn.Module):
         Exact: ``unpack`` returns the same numbers (-0 as 0). Recognized are -1/+1 and -1/0/+1 (or the levels that are
         given), also with a scale for the tensor or for each row; without levels, any set of few values, too.
         """
-        if not tensor.is_floating_point():
-            return None
         tensor = tensor.detach()
-        known = (BINARY, TERNARY) if levels is None else (levels,)
-        for each in known:
-            if each.holds(tensor):
-                return PackedTensor._encode(tensor, each, None)
-        for each in known:
-            scale = _scale(tensor, each)
-            if scale is not None:
-                return PackedTensor._encode(tensor, each, scale)
-        found = _few_values(tensor) if levels is None else None
-        return None if found is None else PackedTensor._encode(tensor, found, None)
-
-    @staticmethod
-    def _encode(tensor: Tensor, levels: Levels, scale: Tensor | None) -> PackedTensor:
         table = tensor.reshape(layout(tensor.shape))
-        values = levels.tensor(tensor)  # as the tensor's dtype has them
-        codes = torch.zeros_like(table, dtype=torch.uint8)
-        for number, value in enumerate(values[1:], 1):
-            codes.masked_fill_(table == (value if scale is None else value * scale[:, None]), number)
-        if scale is not None and bool((scale == scale[0]).all()):
-            scale = scale[:1].clone()
-        planes = pack_bits(codes, count_planes(levels))
-        return PackedTensor(planes, tensor.shape, Levels(*values.tolist()), scale, tensor.dtype)
+        for found, scale in _candidates(table, levels) if tensor.is_floating_point() else ():
+            codes, off = _numbered(table, found, scale)
+            if not bool(off.any()):
+                if scale is not None and bool((scale == scale[0]).all()):
+                    scale = scale[:1].clone()
+                found = Levels(*found.tensor(tensor).tolist())  # as the tensor's dtype has them
+                return PackedTensor(pack_bits(codes, count_planes(found)), tensor.shape, found, scale, tensor.dtype)
+        return None
 
     def codes(self) -> Tensor:
         """The number of each weight's level, uint8, in the tensor's shape."""
@@ -122,9 +106,7 @@ class PackedTensor(nn.Module):
             raise PackError(f"the state has the levels {state.tolist()}, but the tensor has {list(self.levels)}")
 
     def extra_repr(self) -> str:
-        scale = {None: "", 1: ", one scale"}.get(
-            None if self.scale is None else self.scale.numel(), ", a scale per row"
-        )
+        scale = "" if self.scale is None else f", {self.scale.numel()} scale{'s' * (self.scale.numel() > 1)}"
         return f"{'x'.join(map(str, self.shape))} on {', '.join(f'{q:g}' for q in self.levels)}{scale}"
 
 
@@ -148,14 +130,9 @@ def pack_bits(codes: Tensor, planes: int) -> Tensor:
     >>> pack_bits(torch.tensor([[0, 1, 2, 1]], dtype=torch.uint8), 2).tolist()
     [[[10]], [[4]]]
     """
-    rows, row = codes.shape
-    width = -(-row // 8)
-    padded = torch.nn.functional.pad(codes, (0, 8 * width - row)).reshape(rows, width, 8)
-    packed = torch.zeros(planes, rows, width, dtype=torch.uint8, device=codes.device)
-    for plane in range(planes):
-        for bit in range(8):
-            packed[plane] |= ((padded[:, :, bit] >> plane) & 1) << bit
-    return packed
+    bits = nn.functional.pad(codes, (0, -codes.shape[1] % 8)).reshape(len(codes), -(-codes.shape[1] // 8), 8)
+    places = torch.arange(8, dtype=torch.uint8, device=codes.device)
+    return torch.stack([((bits >> plane & 1) << places).sum(-1, dtype=torch.uint8) for plane in range(planes)])
 
 
 def unpack_bits(planes: Tensor, row: int) -> Tensor:
@@ -169,33 +146,31 @@ def unpack_bits(planes: Tensor, row: int) -> Tensor:
 
 def off_level(tensor: Tensor, levels: Levels | None) -> float | None:
     """A value that is not one of the levels (by default -1, 0, +1), or None if all are."""
-    levels = levels or TERNARY
-    off = torch.ones_like(tensor, dtype=torch.bool)
-    for level in levels.tensor(tensor):
-        off &= tensor != level
+    off = _numbered(tensor, levels or TERNARY)[1]
     return float(tensor[off][0]) if bool(off.any()) else None
 
 
-def _scale(tensor: Tensor, levels: Levels) -> Tensor | None:
-    """A scale per row with which the rows are exactly scale * level, for levels whose largest magnitude is 1."""
-    rows, row = layout(tensor.shape)
-    if row < 2 or rows == 0 or max(map(abs, levels)) != 1:
-        return None
-    table = tensor.reshape(rows, row)
+def _numbered(table: Tensor, levels: Levels, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The number of each entry's level, perhaps times a scale per row; and a mask of the entries that have none."""
+    codes, off = torch.zeros_like(table, dtype=torch.uint8), torch.ones_like(table, dtype=torch.bool)
+    for number, level in enumerate(levels.tensor(table)):
+        on_level = table == (level if scale is None else level * scale[:, None])
+        codes.masked_fill_(on_level, number)
+        off &= ~on_level
+    return codes, off
+
+
+def _candidates(table: Tensor, levels: Levels | None) -> Iterator[tuple[Levels, Tensor | None]]:
+    """Levels, and a scale per row or None, that a tensor may be on; if none are given, at last its distinct values."""
+    known = (BINARY, TERNARY) if levels is None else (levels,)
+    yield from ((each, None) for each in known)
+    rows, row = table.shape
+    if not rows or not bool(table.isfinite().all()):
+        return
     scale = table.abs().amax(1)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    on_level = torch.zeros_like(table, dtype=torch.bool)
-    for level in levels.tensor(tensor):
-        on_level |= table == level * scale[:, None]
-    return scale if bool(on_level.all() & torch.isfinite(scale).all()) else None
-
-
-def _few_values(tensor: Tensor) -> Levels | None:
-    """The distinct values, if they are few compared to the tensor's size."""
-    flat = tensor.reshape(-1)
-    if torch.unique(flat[:_SAMPLE]).numel() > _DETECTED:
-        return None
-    values = torch.unique(flat)
-    if not 2 <= values.numel() <= min(_DETECTED, flat.numel() // 4) or not bool(torch.isfinite(values).all()):
-        return None
-    return Levels(*values.tolist())
+    yield from ((each, scale) for each in known if row > 1 and max(map(abs, each)) == 1)
+    if levels is None and torch.unique(table.flatten()[:_SAMPLE]).numel() <= _DETECTED:
+        values = torch.unique(table)
+        if 2 <= values.numel() <= min(_DETECTED, table.numel() // 4):
+            yield Levels(*values.tolist()), None

@@ -26,7 +26,7 @@ from mirrorquant.select import Pattern, _listed, _matching, _names, listed, unwr
 __all__ = ["PackedModel", "pack", "unpack"]
 
 Entry = PackedTensor | Tensor
-_LAYERS = (nn.Conv2d, nn.Linear)
+_LAYERS: dict[type[nn.Module], Any] = {nn.Conv2d: PackedConv2d, nn.Linear: PackedLinear}
 _PACKED = (PackedConv2d, PackedLinear)
 _CLOSEST = 1e-3  # of the largest level: the least distance between levels
 
@@ -346,11 +346,9 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
             bias = bias.detach().clone() if isinstance(bias, Tensor) else bias
             parent = plain.get_submodule(path.rpartition(".")[0])
             in_encoder = isinstance(parent, nn.TransformerEncoderLayer)  # which computes with its layers' weights
-            if isinstance(module, nn.Linear):
-                floats = in_encoder or not bits_pay(module)
-                layers[path] = PackedLinear(module, weight, bias, floats=floats, int8=int8)
-            elif isinstance(module, nn.Conv2d):
-                layers[path] = PackedConv2d(module, weight, bias, floats=not bits_pay(module))
+            floats = in_encoder or not bits_pay(module)
+            options = {"int8": int8} if isinstance(module, nn.Linear) else {}
+            layers[path] = _LAYERS[type(module)](module, weight, bias, floats=floats, **options)
     kept = [module for path, module in plain.named_modules() if path not in layers]
     used = {names.get(id(parameter)) for module in kept for parameter in module.parameters(recurse=False)}
     tensors = {  # bits are unpacked for modules that run on numbers, even if a packed layer shares them

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Epilogue", "Geometry", "admit", "operands", "refuse_gradient"]
+__all__ = ["Epilogue", "Geometry", "admit", "operands"]
 
 _OPERANDS = ("scale", "shift", "residual")
 _SHAPES = {2: "linear needs [O, K]", 4: "conv2d needs [O, C/groups, kh, kw]"}
@@ -147,20 +147,13 @@ def _end(tensor: Tensor) -> int:
 
 
 def operands(x: Tensor, prepared: Tensor, epilogue: Epilogue) -> dict[str, Tensor]:
-    """The tensors of a call by their names; raises an error unless all are on the device of x."""
+    """The tensors of a call by their names; raises an error unless all are on the device of x, without a gradient."""
     found = {"x": x, "prepared": prepared, **epilogue.named()}
     for name, tensor in found.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} is {tensor!r:.40}, but it must be a tensor")
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}, but x is on {x.device}: move both to one device")
-    return found
-
-
-def refuse_gradient(x: Tensor, epilogue: Epilogue) -> None:
-    """Raises an error where autograd would expect a gradient, which no kernel computes."""
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in (("x", x), *epilogue.named().items()):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
+        if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires a gradient, but kernels compute none: call them under torch.no_grad()")
+    return found

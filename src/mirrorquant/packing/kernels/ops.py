@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 
 from mirrorquant.packing.kernels import fallback, gpu, native
-from mirrorquant.packing.kernels.layer import Epilogue, Geometry, admit, operands, refuse_gradient
+from mirrorquant.packing.kernels.layer import Epilogue, Geometry, admit, operands
 from mirrorquant.packing.kernels.prepared import full_shape, is_native, level_bytes, weight
 
 __all__ = ["call", "conv2d", "linear", "run"]
@@ -33,7 +33,6 @@ def call(x: Tensor, prepared: Tensor, geometry: Geometry, epilogue: Epilogue) ->
 
     Torch's dispatcher takes longer to call into Python than a small layer takes to run.
     """
-    refuse_gradient(x, epilogue)
     if _is_plain(x, prepared, *epilogue[:3]):
         return run(x, prepared, geometry, epilogue)
     if geometry.axis < 0:
@@ -64,6 +63,11 @@ def run(x: Tensor, prepared: Tensor, geometry: Geometry, epilogue: Epilogue, lay
     """
     admitted = {name: admit(name, tensor) for name, tensor in operands(x, prepared, epilogue).items()}
     x, prepared, epilogue = admitted.pop("x"), admitted.pop("prepared"), Epilogue(**admitted, relu=epilogue.relu)
+    if prepared.dtype != torch.uint8 or prepared.dim() != 1 or not prepared.is_contiguous():
+        raise ValueError(
+            f"a prepared weight is a contiguous 1-D uint8 tensor, this one is {prepared.dim()}-D {prepared.dtype}:"
+            " make it with mirrorquant.packing.kernels.prepare"
+        )
     if torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
             return run(x, prepared, geometry, epilogue, layout)
@@ -124,8 +128,6 @@ def _run_native(
     plan: _Plan, layer: native.Layer, x: Tensor, prepared: Tensor, geometry: Geometry, epilogue: Epilogue
 ) -> Tensor | None:
     """The result of a native kernel; None where the weight was not prepared for one."""
-    if prepared.dtype != torch.uint8 or prepared.dim() != 1 or not prepared.is_contiguous():
-        return None
     format_ = torch.channels_last if geometry.axis == 1 else torch.contiguous_format
     x, y = x.contiguous(memory_format=format_), x.new_empty_strided(plan.size, plan.strides)
     if plan.b == 0:

@@ -119,14 +119,8 @@ def weight(prepared: Tensor, geometry: Geometry) -> Tensor:
 
     On a GPU only the size is checked: reading the header would wait for the device, and break CUDA graphs.
     """
-    prepared = admit("prepared", prepared)
     shape, levels, groups = geometry.shape, geometry.levels, geometry.groups
     end = HEADER_BYTES + 4 * math.prod(shape)
-    if prepared.dtype != torch.uint8 or prepared.dim() != 1 or not prepared.is_contiguous():
-        raise ValueError(
-            f"a prepared weight is a contiguous 1-D uint8 tensor, this one is {prepared.dim()}-D {prepared.dtype}:"
-            " make it with mirrorquant.packing.kernels.prepare"
-        )
     right_size = prepared.numel() == end + 4 * len(levels)
     if not (prepared.is_cuda and right_size):
         start = bytes(prepared[:HEADER_BYTES].tolist())
@@ -134,21 +128,12 @@ def weight(prepared: Tensor, geometry: Geometry) -> Tensor:
         if start == _header("native", *like):
             codes = native.decode(prepared.cpu(), full_shape(shape), groups, len(levels))
             return fallback.decode(codes.to(prepared.device), levels).view(shape)
-        if start != _header("torch", *like) or not right_size:
-            raise ValueError(_mismatch(start, geometry))
-        made = bytes(prepared[end:].tolist())
-        if made != level_bytes(levels):
-            found = list(struct.unpack(f"<{len(levels)}f", made))
-            raise ValueError(f"the weight was prepared for the levels {found}, but the layer has {list(levels)}")
+        same_levels = right_size and bytes(prepared[end:].tolist()) == level_bytes(levels)
+        if start != _header("torch", *like) or not same_levels:
+            raise ValueError(
+                f"the prepared weight is damaged, or was not prepared for a layer of the shape {list(shape)} with"
+                f" {groups} groups and the levels {list(levels)}: prepare it again"
+            )
     values = prepared[HEADER_BYTES:end]
     values = values.clone() if values.storage_offset() % 4 else values  # a float32 does not begin at an odd byte
     return values.view(torch.float32).view(shape)
-
-
-def _mismatch(start: bytes, geometry: Geometry) -> str:
-    magic, _, levels, *shape, groups, total = _HEADER.unpack(start.ljust(HEADER_BYTES, b"\0"))
-    wanted = f"shape {list(geometry.shape)}, {geometry.groups} groups and {len(geometry.levels)} levels"
-    if magic != _MAGIC:
-        return f"the prepared weight begins with {magic!r}, not {_MAGIC!r}: it is damaged, prepare it again"
-    found = f"shape {shape}, {groups} groups and {levels} levels, in {total} bytes"
-    return f"the weight was prepared for {found}, but the layer has {wanted}: it is damaged, or of another layer"
