@@ -86,9 +86,9 @@ def _few_rows(x: Tensor, prepared: Tensor, geometry: Geometry, a: float, epilogu
     kernel[grid](
         x,
         prepared[HEADER_BYTES:].view(torch.int32),
-        x if scale is None else scale,
-        x if shift is None else shift,
-        x if residual is None else residual.contiguous(),
+        scale,
+        shift,
+        None if residual is None else residual.contiguous(),
         y,
         rows,
         outputs,
@@ -96,9 +96,6 @@ def _few_rows(x: Tensor, prepared: Tensor, geometry: Geometry, a: float, epilogu
         chunks,
         a / planes,
         planes=planes,
-        has_scale=scale is not None,
-        has_shift=shift is not None,
-        has_residual=residual is not None,
         relu=relu,
         **tile,
     )

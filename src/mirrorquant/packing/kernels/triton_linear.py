@@ -17,30 +17,15 @@ def _signs(bits, left):
 
 
 @triton.jit
-def _finish(
-    sums,
-    row,
-    o,
-    scale,
-    shift,
-    residual,
-    y,
-    rows,
-    outputs,
-    a,
-    has_scale: tl.constexpr,
-    has_shift: tl.constexpr,
-    has_residual: tl.constexpr,
-    relu: tl.constexpr,
-):
+def _finish(sums, row, o, scale, shift, residual, y, rows, outputs, a, relu: tl.constexpr):
     is_real = (o < outputs) & (row < rows)
     result = sums * a
-    if has_scale:
+    if scale is not None:
         result = result * tl.load(scale + o, mask=o < outputs, other=0.0)
-    if has_shift:
+    if shift is not None:
         result = result + tl.load(shift + o, mask=o < outputs, other=0.0)
     place = row * outputs + o
-    if has_residual:
+    if residual is not None:
         result = result + tl.load(residual + place, mask=is_real, other=0.0).to(tl.float32)
     if relu:
         result = tl.maximum(result, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -61,9 +46,6 @@ def few_rows(
     chunks,
     a,
     planes: tl.constexpr,
-    has_scale: tl.constexpr,
-    has_shift: tl.constexpr,
-    has_residual: tl.constexpr,
     relu: tl.constexpr,
     group: tl.constexpr,
     block: tl.constexpr,
@@ -105,17 +87,13 @@ def few_rows(
                     if group > 3:
                         x3 = tl.load(at_x + 3 * inputs, mask=inside & (row + 3 < rows), other=0.0)
                         sums3 += sign * x3.to(tl.float32)
-    _finish(tl.sum(sums0, 1), row, o, scale, shift, residual, y, rows, outputs, a,
-            has_scale, has_shift, has_residual, relu)  # fmt: skip
+    _finish(tl.sum(sums0, 1), row, o, scale, shift, residual, y, rows, outputs, a, relu)
     if group > 1:
-        _finish(tl.sum(sums1, 1), row + 1, o, scale, shift, residual, y, rows, outputs, a,
-                has_scale, has_shift, has_residual, relu)  # fmt: skip
+        _finish(tl.sum(sums1, 1), row + 1, o, scale, shift, residual, y, rows, outputs, a, relu)
     if group > 2:
-        _finish(tl.sum(sums2, 1), row + 2, o, scale, shift, residual, y, rows, outputs, a,
-                has_scale, has_shift, has_residual, relu)  # fmt: skip
+        _finish(tl.sum(sums2, 1), row + 2, o, scale, shift, residual, y, rows, outputs, a, relu)
     if group > 3:
-        _finish(tl.sum(sums3, 1), row + 3, o, scale, shift, residual, y, rows, outputs, a,
-                has_scale, has_shift, has_residual, relu)  # fmt: skip
+        _finish(tl.sum(sums3, 1), row + 3, o, scale, shift, residual, y, rows, outputs, a, relu)
 
 
 @triton.jit
@@ -132,9 +110,6 @@ def tensor_rows(
     chunks,
     a,
     planes: tl.constexpr,
-    has_scale: tl.constexpr,
-    has_shift: tl.constexpr,
-    has_residual: tl.constexpr,
     relu: tl.constexpr,
     block: tl.constexpr,
     step: tl.constexpr,
@@ -156,5 +131,4 @@ def tensor_rows(
                 k = chunk * 512 + j * 16 + kk
                 values = tl.load(x + row * inputs + k, mask=(row < rows) & (k < inputs), other=0.0)
                 sums = tl.dot(values, sign, sums)
-    _finish(sums, row, o[None, :], scale, shift, residual, y, rows, outputs, a,
-            has_scale, has_shift, has_residual, relu)  # fmt: skip
+    _finish(sums, row, o[None, :], scale, shift, residual, y, rows, outputs, a, relu)
