@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ _FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32"}  # the default is bfloat16 on pro
 def convert(onnx: bytes, packed: Mapping[str, PackedTensor], about: str) -> OpenVinoModel:
     """An ONNX model in OpenVINO, in which these tensors are stored as bits."""
     made = OpenVinoModel(ov.Core().read_model(model=onnx))
-    model, kept, one_image = made.model, made.kept, False
+    model, one_image = made.model, False
     model.set_rt_info(about, ["mirrorquant", "about"])
     for pool in [op for op in model.get_ops() if op.get_type_name() in ("MaxPool", "AvgPool")]:
         _round_as_torch(pool)
@@ -41,10 +42,10 @@ def convert(onnx: bytes, packed: Mapping[str, PackedTensor], about: str) -> Open
     for output, entry in [(outputs[name], entry) for name, entry in packed.items() if name in outputs]:
         for layer in [user.get_node() for user in output.get_target_inputs()]:
             if layer.get_type_name() == "Convolution" and _takes_signs(layer, entry):
-                signs = _sign_conv(layer.input_value(0), entry, layer.get_attributes(), kept)
+                signs = _sign_conv(layer.input_value(0), entry, layer.get_attributes())
                 _replace(layer.output(0), _scaled(signs, entry, 1))
                 one_image = True
-        _replace(output, _decoded(entry, kept))
+        _replace(output, _decoded(entry))
     if one_image:  # BinaryConvolution needs the size of the batch
         made.reshape(1)
     return made
@@ -69,18 +70,15 @@ def _replace(output: Any, node: Any) -> None:
         user.replace_source_output(node.output(0))
 
 
-def _decoded(entry: PackedTensor, kept: list[Any]) -> Any:
+def _decoded(entry: PackedTensor) -> Any:
     """The number of the level from its bits, and the level of that number."""
     row = layout(entry.shape)[1]
     parts = []
     for place, plane in enumerate(entry.planes):
-        bits = _u1(unpack_bits(plane[None], row), entry.shape, "big", kept)
+        bits = _u1(unpack_bits(plane[None], row), entry.shape, "big")
         parts.append(ops.multiply(ops.convert(bits, "i32"), ops.constant(np.int32(1 << place))))
-    number = parts[0]
-    for part in parts[1:]:
-        number = ops.add(number, part)
     levels = ops.constant(np.array(entry.levels, dtype=np.float32))
-    return _scaled(ops.gather(levels, number, ops.constant(np.int64(0))), entry, 0)
+    return _scaled(ops.gather(levels, functools.reduce(ops.add, parts), ops.constant(np.int64(0))), entry, 0)
 
 
 def _scaled(value: Any, entry: PackedTensor, axis: int) -> Any:
@@ -91,13 +89,10 @@ def _scaled(value: Any, entry: PackedTensor, axis: int) -> Any:
     return ops.multiply(value, ops.constant(entry.scale.reshape(shape).numpy()))
 
 
-def _u1(bits: Tensor, shape: Sequence[int], order: Any, kept: list[Any]) -> Any:
-    """A constant of single bits, which reads the array that is kept.
-
-    Convert reads the highest bit of a byte first, BinaryConvolution the lowest.
-    """
-    kept.append(np.packbits(bits.reshape(-1).numpy(), bitorder=order))
-    return ov.op.Constant(ov.Tensor(kept[-1], ov.Shape(list(shape)), ov.Type.u1))
+def _u1(bits: Tensor, shape: Sequence[int], order: Any) -> Any:
+    """A constant of single bits: Convert reads the highest bit of a byte first, BinaryConvolution the lowest."""
+    packed = np.packbits(bits.reshape(-1).numpy(), bitorder=order)
+    return ov.op.Constant(ov.Tensor(packed, ov.Shape(list(shape)), ov.Type.u1), shared_memory=False)
 
 
 # Convolutions of signs.
@@ -126,9 +121,9 @@ def _number(output: Any) -> float | None:
     return float(node.get_data().item()) if node.get_type_name() == "Constant" and node.get_data().size == 1 else None
 
 
-def _sign_conv(x: Any, weight: PackedTensor, attributes: Mapping[str, Any], kept: list[Any]) -> Any:
+def _sign_conv(x: Any, weight: PackedTensor, attributes: Mapping[str, Any]) -> Any:
     """A BinaryConvolution of signs."""
-    filters = _u1(weight.codes(), weight.shape, "little", kept)
+    filters = _u1(weight.codes(), weight.shape, "little")
     zero, one = (ops.constant(np.full((1, 1, 1, 1), value, dtype=np.float32)) for value in (0, 1))
     bits = ops.fake_quantize(x, zero, zero, zero, one, 2)
     window = [list(attributes[name]) for name in ("strides", "pads_begin", "pads_end", "dilations")]
@@ -141,8 +136,8 @@ def _is_right(weight: PackedTensor, attributes: Mapping[str, Any]) -> bool:
     sizes = [d * (k - 1) + 3 * s for k, s, d in zip(weight.shape[2:], strides, dilations, strict=True)]
     generator = torch.Generator().manual_seed(0)
     x = 2.0 * torch.randint(0, 2, (1, weight.shape[1], *sizes), generator=generator) - 1
-    parameter, kept = ops.parameter(list(x.shape), np.float32), []  # type: tuple[Any, list[Any]]
-    node = _sign_conv(parameter, weight, attributes, kept)
+    parameter = ops.parameter(list(x.shape), np.float32)
+    node = _sign_conv(parameter, weight, attributes)
     try:
         compiled = ov.Core().compile_model(ov.Model([ops.result(node)], [parameter], "layer"), "CPU", _FLOAT32)
         found = torch.from_numpy(np.array(compiled(x.float().numpy())[0]))
@@ -162,7 +157,7 @@ class OpenVinoModel(nn.Module):
 
     def __init__(self, source: Any) -> None:
         super().__init__()
-        self.core, self.kept, self.model = ov.Core(), [], source  # type: Any, list[Any], Any
+        self.core, self.model = ov.Core(), source
         if isinstance(source, Path):
             try:
                 for file in filter(Path.exists, (source, source.with_suffix(".bin"))):

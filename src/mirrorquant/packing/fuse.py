@@ -110,11 +110,7 @@ def _fuse_layer(graph: fx.Graph, node: fx.Node) -> None:
     norm = _norm_after(node) if node.target is _CONV or node.meta["val"].dim() == 2 else None
     if norm is not None:
         last = _only_user(norm)
-        with graph.inserting_before(last):
-            vectors = (*norm.args[1:5], norm.args[6], epilogue.scale, epilogue.shift)
-            folded = graph.call_function(_cached(_folded_vectors), vectors)
-            vectors = tuple(graph.call_function(operator.getitem, (folded, place)) for place in (0, 1))
-            epilogue = Epilogue(*vectors)
+        epilogue = Epilogue(*_fold(graph, norm, epilogue.scale, epilogue.shift))
     residual = _added_to(last)
     if residual is not None:
         last, epilogue = _only_user(last), epilogue._replace(residual=residual)
@@ -134,12 +130,18 @@ def _fold_into_weight(graph: fx.Graph, node: fx.Node) -> None:
     if norm is None or weight.op != "placeholder" or node.args[6]:  # type: ignore[union-attr]
         return
     last = _only_user(norm)
+    tensors = _fold(graph, norm, weight, bias)
     with graph.inserting_before(last):
-        folded = graph.call_function(_cached(_folded_weight), (*norm.args[1:5], norm.args[6], weight, bias))
-        tensors = [graph.call_function(operator.getitem, (folded, place)) for place in (0, 1)]
         done = graph.call_function(_aten.convolution.default, (x, *tensors, *window))
     done.meta = last.meta
     last.replace_all_uses_with(done)
+
+
+def _fold(graph: fx.Graph, norm: fx.Node, kernel: Any, shift: Any) -> list[Any]:
+    """The kernel and the shift of a layer with the batch norm that follows it."""
+    with graph.inserting_before(_only_user(norm)):
+        folded = graph.call_function(_cached(_folded), (*norm.args[1:5], norm.args[6], kernel, shift))
+        return [graph.call_function(operator.getitem, (folded, place)) for place in (0, 1)]
 
 
 # What stands beside a layer.
@@ -259,29 +261,12 @@ def _counts(values: tuple[Any, ...]) -> list[int] | None:
 
 
 def _folded(
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    eps: float,
-    scale: Tensor | None,
-    shift: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """norm(scale * y + shift) as one scale and shift of y, in float64."""
-    slope = (variance.double() + eps).rsqrt()
-    slope = slope if weight is None else slope * weight.double()
-    moved = (-mean.double() if shift is None else shift.double() - mean.double()) * slope
-    moved = moved if bias is None else moved + bias.double()
-    return slope if scale is None else slope * scale.double(), moved
-
-
-def _folded_vectors(*values: Any) -> tuple[Tensor, Tensor]:
-    scale, shift = _folded(*values)
-    return scale.float(), shift.float()
-
-
-def _folded_weight(*values: Any) -> tuple[Tensor, Tensor]:
-    """norm(kernel * x + bias) as one kernel and bias."""
-    *norm, kernel, bias = values
-    slope, moved = _folded(*[*norm, None, bias])
-    return (kernel * slope.reshape(-1, *[1] * (kernel.dim() - 1))).to(kernel.dtype), moved.to(kernel.dtype)
+    weight: Any, bias: Any, mean: Tensor, variance: Tensor, eps: float, kernel: Any, shift: Any
+) -> list[Tensor]:
+    """norm(kernel * y + shift) as one kernel and shift, computed in float64; None as a kernel is ones."""
+    kernel = torch.ones_like(mean, dtype=torch.float32) if kernel is None else kernel
+    slope = (variance.double() + eps).rsqrt() * (1 if weight is None else weight.double())
+    moved = ((0 if shift is None else shift.double()) - mean.double()) * slope
+    moved = moved + (0 if bias is None else bias.double())
+    slope = slope.reshape(-1, *[1] * (kernel.dim() - 1))
+    return [(kernel * slope).to(kernel.dtype), moved.to(kernel.dtype)]

@@ -149,15 +149,10 @@ class PackedConv2d(_PackedLayer):
     _options = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 
     def __init__(self, layer: nn.Conv2d, *tensors: Any, floats: bool = False) -> None:
-        padding: Any = layer.padding
-        if isinstance(padding, str):
-            pads = tuple(layer._reversed_padding_repeated_twice)  # left, right, top and bottom, as F.pad takes them
-        else:
-            pads = (padding[1], padding[1], padding[0], padding[0])
-        by_kernel = layer.padding_mode == "zeros" and pads[0] == pads[1] and pads[2] == pads[3]
+        left, right, top, bottom = pads = tuple(layer._reversed_padding_repeated_twice)  # as F.pad takes them
+        by_kernel = layer.padding_mode == "zeros" and left == right and top == bottom
         window = {name: getattr(layer, name) for name in ("stride", "dilation", "groups")}
-        padding = (pads[2], pads[0]) if by_kernel else (0, 0)
-        super().__init__(layer, *tensors, floats=floats, padding=padding, **window)
+        super().__init__(layer, *tensors, floats=floats, padding=(top, left) if by_kernel else (0, 0), **window)
         self.pads = None if by_kernel else pads
         self.channels_last = suggest_memory_format(layer.weight) is torch.channels_last
 

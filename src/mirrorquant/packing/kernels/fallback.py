@@ -19,7 +19,7 @@ from torch import Tensor
 from mirrorquant.levels import BINARY
 from mirrorquant.packing.kernels.layer import Epilogue, Geometry
 
-__all__ = ["activate", "affine", "apply", "decode", "finish", "fold", "quantize_rows", "sums"]
+__all__ = ["activate", "affine", "apply", "decode", "finish", "fold", "sums"]
 
 _SLACK = 1e-6
 
@@ -36,21 +36,6 @@ def affine(levels: Sequence[float]) -> tuple[float, float] | None:
         a, b = (levels[2] - levels[0]) / 2, (levels[2] + levels[0]) / 2
         return (a, levels[1]) if abs(levels[1] - b) <= _SLACK * abs(a) else None
     return None
-
-
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of integers q in -127..127 with steps s, such that x is about s * q: s = max|x| / 127, q = round(x / s).
-
-    >>> q, step = quantize_rows(torch.tensor([[1.0, -127.0, 0.4]]))
-    >>> q, step
-    (tensor([[   1., -127.,    0.]]), tensor([[1.]]))
-
-    The step of a row that is not finite is NaN, and so is everything that is computed from it.
-    """
-    step = x.abs().amax(-1, keepdim=True) / 127
-    step = torch.where(step.isfinite(), step, torch.nan)
-    q = torch.where(step > 0, x / step, torch.zeros_like(x)).round().clamp(-127, 127)
-    return q, step
 
 
 def decode(codes: Tensor, levels: Sequence[float]) -> Tensor:
@@ -75,10 +60,19 @@ def apply(x: Tensor, weight: Tensor, geometry: Geometry, epilogue: Epilogue) -> 
 
 
 def activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor | None]:
-    """act(x), and for int8 the steps by which results are multiplied."""
-    if activation == "int8":
-        return quantize_rows(x)
-    return (BINARY.nearest(x) if activation == "binary" else x), None
+    """act(x), and for int8 the steps s of its rows, by which results are multiplied.
+
+    For int8 a row is integers q in -127..127 with x about s * q: s = max|x| / 127, q = round(x / s). The step of a row
+    that is not finite is NaN, and so is everything that is computed from it.
+
+    >>> activate(torch.tensor([[1.0, -127.0, 0.4]]), "int8")
+    (tensor([[   1., -127.,    0.]]), tensor([[1.]]))
+    """
+    if activation != "int8":
+        return (BINARY.nearest(x) if activation == "binary" else x), None
+    step = x.abs().amax(-1, keepdim=True) / 127
+    step = torch.where(step.isfinite(), step, torch.nan)
+    return torch.where(step > 0, x / step, torch.zeros_like(x)).round().clamp(-127, 127), step
 
 
 def sums(x: Tensor, step: Tensor | None, geometry: Geometry) -> Tensor:
