@@ -1,7 +1,7 @@
 """Packed layers: convolution and linear layers that compute with the bits of their weights.
 
-A layer holds the bit planes of its weight, and of its bias if that is on levels, too; the layout for the kernels is
-made from them when the layer is built, moved or loaded, and is not part of ``state_dict``.
+A layer holds the bit planes of its weight, and its bias; the layout for the kernels is made from them when the layer is
+built, moved or loaded, and is not part of ``state_dict``.
 
 >>> import torch
 >>> from torch import nn
@@ -65,7 +65,7 @@ class _PackedLayer(nn.Module):
     prepared: Tensor
     gain: Tensor | None
     shift: Tensor | None
-    bias_float: Tensor | None
+    bias: Tensor | None
     geometry: Geometry
     _options: tuple[str, ...]  # of the layer
 
@@ -73,20 +73,21 @@ class _PackedLayer(nn.Module):
         self,
         layer: nn.Conv2d | nn.Linear,
         weight: PackedTensor | None = None,
-        bias: PackedTensor | Tensor | None = None,
+        bias: Tensor | None = None,
         *,
         floats: bool = False,
         **geometry: Any,
     ) -> None:
         super().__init__()
         if weight is None:
-            weight, bias = _tensors(layer)
+            weight, bias = PackedTensor.of(layer.weight), layer.bias
+        if weight is None:
+            raise PackError(f"the weights of {layer} are not quantized: call `opt.finalize()` first")
         for name in self._options:
             setattr(self, name, getattr(layer, name))
         self.weight_bits, self.floats = weight, floats
         self.geometry = Geometry(tuple(weight.shape), tuple(weight.levels), **geometry)
-        self.bias_bits = bias if isinstance(bias, PackedTensor) else None
-        self.register_buffer("bias_float", bias if isinstance(bias, Tensor) else None)
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
         for name in ("prepared", "gain", "shift"):
             self.register_buffer(name, None, persistent=False)
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
@@ -94,13 +95,13 @@ class _PackedLayer(nn.Module):
 
     def _refresh(self) -> None:
         """Lays the weight out as the kernels read it, and makes scale and shift from the state."""
-        self._unpacked: dict[str, tuple[Tensor, int | None]] = {}
+        self._unpacked: tuple[Tensor, int | None] | None = None
         self.geometry = self.geometry._replace(levels=tuple(self.weight_bits.levels))
         if self.weight_bits.planes.device.type != "meta":
             self.prepared = kernels.prepare(self.weight_bits.codes(), self.geometry.levels, self.geometry.groups)
             self.gain, self.shift = self._vector(self.weight_bits.scale), self._vector(self.bias)
             if self.floats:
-                self._floats("weight", self.weight_bits)
+                _ = self.weight
 
     def _on_bits(self, x: Tensor) -> Tensor:
         return ops.call(x, self.prepared, self.geometry, Epilogue(self.gain, self.shift))
@@ -108,30 +109,16 @@ class _PackedLayer(nn.Module):
     def _vector(self, value: Tensor | None) -> Tensor | None:
         return None if value is None else value.float().expand(self.geometry.shape[0]).contiguous()
 
-    def entries(self) -> dict[str, PackedTensor | Tensor | None]:
-        """Weight and bias, as bits or as they are."""
-        return {"weight": self.weight_bits, "bias": self.bias_float if self.bias_bits is None else self.bias_bits}
-
     @property
     def weight(self) -> Tensor:
-        """The weights as floats, unpacked when first read."""
-        return self._floats("weight", self.weight_bits)
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias as floats."""
-        return self.bias_float if self.bias_bits is None else self._floats("bias", self.bias_bits)
-
-    def _floats(self, name: str, bits: PackedTensor) -> Tensor:
-        kept = self._unpacked.get(name)
-        if kept is None or _version(kept[0]) not in (None, kept[1]):  # others must not change it
-            tensor = bits.unpack()
-            kept = self._unpacked[name] = (tensor, _version(tensor))
-        return kept[0]
+        """The weights as floats, unpacked when first read, and again if someone changed them."""
+        if self._unpacked is None or _version(self._unpacked[0]) not in (None, self._unpacked[1]):
+            tensor = self.weight_bits.unpack()
+            self._unpacked = tensor, _version(tensor)
+        return self._unpacked[0]
 
     def _float_tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        bias = self.bias
-        return self.weight.to(dtype), None if bias is None else bias.to(dtype)
+        return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -196,11 +183,3 @@ def _after_loading(layer: nn.Module, keys: Any) -> None:
 def _version(tensor: Tensor) -> int | None:
     """How often a tensor was changed; None where torch does not count that."""
     return None if torch.compiler.is_compiling() or tensor.is_inference() else int(tensor._version)
-
-
-def _tensors(layer: nn.Conv2d | nn.Linear) -> tuple[PackedTensor, PackedTensor | Tensor | None]:
-    weight = PackedTensor.of(layer.weight)
-    if weight is None:
-        raise PackError(f"the weights of {layer} are not quantized: call `opt.finalize()` first")
-    bias = None if layer.bias is None else PackedTensor.of(layer.bias) or layer.bias.detach().clone()
-    return weight, bias

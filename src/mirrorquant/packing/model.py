@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -160,9 +161,7 @@ class PackedModel(nn.Module):
         for name in dict(state(self.plain)):
             path, _, leaf = name.rpartition(".")
             layer = self.network.get_submodule(path)
-            entry = layer.entries()[leaf] if isinstance(layer, _PACKED) else tensors[name]
-            assert entry is not None
-            found[name] = entry
+            found[name] = layer.weight_bits if isinstance(layer, _PACKED) and leaf == "weight" else tensors[name]
         return found
 
     def train(self, mode: bool = True) -> PackedModel:
@@ -281,20 +280,16 @@ def _refuse_unfinished(name: str, tensor: Tensor, bits: PackedTensor | None) -> 
     Levels are at least a thousandth of the largest one apart; values next to +-1 that a projection has not yet rounded
     are closer.
     """
+    problem = ""
     if _owners.owner(tensor) is not None:
         count = torch.unique(_whole(tensor).detach()).numel()
-        raise PackError(
-            f"{name} belongs to a MirrorDescent that is not finalized, and has {count} distinct "
-            "values: call `opt.finalize()` first, or pass levels= to pack it as it is"
-        )
-    if bits is not None and bits.scale is None:
-        values = torch.tensor(sorted(bits.levels), dtype=torch.float64)
-        gap, largest = float(values.diff().min()), float(values.abs().max())
-        if gap < _CLOSEST * largest:
-            raise PackError(
-                f"{name} has {len(values)} distinct values, some only {gap:.2g} apart, so they are not levels: call "
-                "`opt.finalize()` first, or pass levels= to pack it as it is"
-            )
+        problem = f"belongs to a MirrorDescent that is not finalized, and has {count} distinct values"
+    elif bits is not None and bits.scale is None:
+        gap = min(high - low for low, high in pairwise(bits.levels))
+        if gap < _CLOSEST * max(map(abs, bits.levels)):
+            problem = f"has {len(bits.levels)} distinct values, some only {gap:.2g} apart, so they are not levels"
+    if problem:
+        raise PackError(f"{name} {problem}: call `opt.finalize()` first, or pass levels= to pack it as it is")
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -343,7 +338,7 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
             continue
         weight, bias = (entries.get(names.get(id(getattr(module, name)), "")) for name in ("weight", "bias"))
         if isinstance(weight, PackedTensor) and weight.planes.numel():
-            bias = bias.detach().clone() if isinstance(bias, Tensor) else bias
+            bias = None if bias is None else _numbers(bias)
             parent = plain.get_submodule(path.rpartition(".")[0])
             in_encoder = isinstance(parent, nn.TransformerEncoderLayer)  # which computes with its layers' weights
             floats = in_encoder or not bits_pay(module)

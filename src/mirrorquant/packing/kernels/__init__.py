@@ -69,13 +69,10 @@ def conv2d(
         prepared: the result of ``prepare`` for the level indices of the weight.
         shape: the weight's shape, [O, C/groups, kh, kw].
         levels: the values that the level indices stand for.
-        scale: float32 [O], None for 1.
-        shift: float32 [O], None for 0.
+        scale, shift: float32 [O]; None for 1 and 0.
         residual: of the shape of the result, None for 0.
         relu: whether negative results become 0.
-        stride: as in ``torch.nn.functional.conv2d``, a pair.
-        padding: a pair; a padded position contributes 0 whatever the activation.
-        dilation: a pair.
+        stride, padding, dilation: pairs; a padded position contributes 0 whatever the activation.
         groups: as in ``torch.nn.functional.conv2d``.
         activation: "float32" or "binary" (see the module).
 

@@ -78,27 +78,14 @@ def _few_rows(x: Tensor, prepared: Tensor, geometry: Geometry, a: float, epilogu
 
     (outputs, inputs), planes = geometry.shape, len(geometry.levels) - 1
     scale, shift, residual, relu = epilogue
+    residual = None if residual is None else residual.contiguous()
     y = x.new_empty((*x.shape[:-1], outputs))
     rows, chunks = x.numel() // inputs, math.ceil(inputs / _CHUNK)
     on_tensor_cores, tile = _tile(rows, chunks, x.dtype)
     kernel = triton_linear.tensor_rows if on_tensor_cores else triton_linear.few_rows
     grid = (math.ceil(outputs / tile["block"]), math.ceil(rows / tile.get("group", rows)))
-    kernel[grid](
-        x,
-        prepared[HEADER_BYTES:].view(torch.int32),
-        scale,
-        shift,
-        None if residual is None else residual.contiguous(),
-        y,
-        rows,
-        outputs,
-        inputs,
-        chunks,
-        a / planes,
-        planes=planes,
-        relu=relu,
-        **tile,
-    )
+    words, sizes = prepared[HEADER_BYTES:].view(torch.int32), (rows, outputs, inputs, chunks)
+    kernel[grid](x, words, scale, shift, residual, y, *sizes, a / planes, planes=planes, relu=relu, **tile)
     return y
 
 
