@@ -105,10 +105,9 @@ def _packed(network: nn.Module, entries: dict[str, Entry]) -> dict[str, PackedTe
     packed: dict[str, PackedTensor] = {}
     tensors = network.state_dict(keep_vars=True)
     for name, entry in entries.items():
-        if isinstance(entry, PackedTensor):
-            bits = PackedTensor(entry.planes.cpu(), entry.shape, entry.levels, entry.scale, entry.dtype).cpu().float()
-            if entry.dtype == torch.float32 or torch.equal(bits.unpack(), tensors[name]):
-                packed |= {other: bits for other, tensor in tensors.items() if tensor is tensors[name]}
+        bits = PackedTensor.of(tensors[name], entry.levels) if isinstance(entry, PackedTensor) else None
+        if bits is not None:
+            packed |= {other: bits for other, tensor in tensors.items() if tensor is tensors[name]}
     return {f"{name}." if name in ENDS else name: bits for name, bits in packed.items()}
 
 

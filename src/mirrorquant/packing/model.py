@@ -84,7 +84,12 @@ def pack(
         if levels is None and not skip:
             return assemble(model.plain, copy.deepcopy(model.entries()), fuse=fuse, int8=int8)
         model = unpack(model)
-    _refuse_sharded(model)
+    for name, tensor in state(model):
+        if hasattr(tensor, "full_tensor"):
+            raise PackError(
+                f"{name} is spread over several processes, but a packed model runs in one: call mq.save(model, path) in"
+                " all of them, and mq.load(path, plain) with a model that is not sharded"
+            )
     entries = entries_of(model, None if levels is None else Levels.of(levels), skip)
     return assemble(skeleton(model), entries, fuse=fuse, int8=int8)
 
@@ -296,15 +301,6 @@ def _whole(tensor: Tensor) -> Tensor:
     """A DTensor, which FSDP2 spreads over processes, gathered in each of them; any other tensor as it is."""
     whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole
-
-
-def _refuse_sharded(model: nn.Module) -> None:
-    sharded = [name for name, tensor in state(model) if hasattr(tensor, "full_tensor")]
-    if sharded:
-        raise PackError(
-            f"{sharded[0]} is spread over several processes, but a packed model runs in one: call mq.save(model, path) "
-            "in all of them, and mq.load(path, plain) with a model that is not sharded"
-        )
 
 
 def _skipped(model: nn.Module, skip: Pattern | Sequence[Pattern]) -> set[str]:

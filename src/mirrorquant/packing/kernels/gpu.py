@@ -64,28 +64,23 @@ def unpack(prepared: Tensor, shape: Sequence[int], levels: Sequence[float], dtyp
 def linear(x: Tensor, prepared: Tensor, geometry: Geometry, epilogue: Epilogue) -> Tensor:
     """As ``kernels.linear``, for x on a GPU and a weight of this layout."""
     shape, levels, activation = geometry[:3]
-    rows = x.numel() // shape[1]
-    unit = fallback.affine(levels)
+    (outputs, inputs), planes, unit = shape, len(levels) - 1, fallback.affine(levels)
+    rows, chunks = x.numel() // inputs, math.ceil(inputs / _CHUNK)
     small = 0 < rows <= FEW_ROWS and x.dtype in (torch.float32, torch.bfloat16)
     if not small or unit is None or unit[1] != 0 or activation != "float32":
         weight = unpack(prepared, shape, levels, x.dtype if activation == "float32" else torch.float32)
         return fallback.apply(x, weight, geometry, epilogue)
-    return _few_rows(x.contiguous(), prepared, geometry, unit[0], epilogue)
-
-
-def _few_rows(x: Tensor, prepared: Tensor, geometry: Geometry, a: float, epilogue: Epilogue) -> Tensor:
     from mirrorquant.packing.kernels import triton_linear
 
-    (outputs, inputs), planes = geometry.shape, len(geometry.levels) - 1
     scale, shift, residual, relu = epilogue
     residual = None if residual is None else residual.contiguous()
     y = x.new_empty((*x.shape[:-1], outputs))
-    rows, chunks = x.numel() // inputs, math.ceil(inputs / _CHUNK)
     on_tensor_cores, tile = _tile(rows, chunks, x.dtype)
     kernel = triton_linear.tensor_rows if on_tensor_cores else triton_linear.few_rows
     grid = (math.ceil(outputs / tile["block"]), math.ceil(rows / tile.get("group", rows)))
-    words, sizes = prepared[HEADER_BYTES:].view(torch.int32), (rows, outputs, inputs, chunks)
-    kernel[grid](x, words, scale, shift, residual, y, *sizes, a / planes, planes=planes, relu=relu, **tile)
+    tensors = x.contiguous(), prepared[HEADER_BYTES:].view(torch.int32), scale, shift, residual, y
+    sizes = rows, outputs, inputs, chunks
+    kernel[grid](*tensors, *sizes, unit[0] / planes, planes=planes, relu=relu, **tile)
     return y
 
 

@@ -52,8 +52,6 @@ def prepare(codes: Tensor, levels: Sequence[float], groups: int = 1) -> Tensor:
     shape, end = full_shape(codes.shape), level_bytes(levels)
     if codes.dtype != torch.uint8:
         raise ValueError(f"codes are {codes.dtype}, but level indices must be uint8")
-    if codes.is_meta:
-        raise ValueError("codes are on meta, without values: prepare the weight on the device that will run it")
     if int(codes.max()) >= len(levels):
         raise ValueError(f"codes go up to {int(codes.max())}, but there are {len(levels)} levels: {list(levels)}")
     if groups < 1 or shape[0] % groups:
