@@ -497,7 +497,7 @@ def test_any_other_broken_line_is_refused_by_file_and_number(tmp_path, line):
 def test_a_step_recorded_again_after_a_resume_counts_once_and_unknown_kinds_do_not_matter(tmp_path):
     run = make_run(tmp_path / "run", steps=20)
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "val", "step": 10, "accuracy": 1.5}\n{"kind": "note", "text": "resumed"}\n')
+        file.write('{"kind": "val", "step": 10, "accuracy": 1.5}\n{"kind": "note", "step": 10, "text": "resumed"}\n')
         file.write('{"kind": "train", "step": 20, "loss": NaN}\n')
     loaded = RunRecord.read(run)
     values = loaded.series("val", "accuracy")

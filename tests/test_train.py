@@ -58,7 +58,7 @@ def end_of(folder):
     rows = [{k: v for k, v in row.items() if k != "seconds"} for row in read_metrics(folder / "metrics.jsonl")]
     summary = json.loads((folder / "summary.json").read_text())
     timeless = {k: v for k, v in summary.items() if "seconds" not in k and "per_second" not in k and k != "aside"}
-    del state["seconds"], state["aside"], state["metrics"]  # the last is a checksum of lines with seconds in them
+    del state["seconds"], state["aside"]
     return flatten([state, best]), rows, timeless
 
 
@@ -578,7 +578,6 @@ WRONG = [
     ("losses", torch.zeros(2), "only one element tensors can be converted"),
     ("rng", torch.zeros(5, dtype=torch.uint8), "RNG state size to be 5"),
     ("rng", lambda rng: torch.full_like(rng, 255), "mt19937"),
-    ("metrics", {"bytes": "x", "sha256": ""}, "ValueError: invalid literal for int()"),
     ("model", [], "Expected state_dict to be dict-like"),
     ("model/conv1.weight", None, 'Missing key(s) in state_dict: "conv1.weight"'),
     ("model/conv1.weight", torch.zeros(1).expand(1 << 40), "size mismatch for conv1.weight"),
@@ -651,40 +650,36 @@ def test_a_checkpoint_that_grows_when_it_is_read_is_refused_unread(tmp_path, mon
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"kind": "val", "step": null, "accuracy": 1.0}', "step is None, expected a whole number"),
-        ('{"kind": "val", "accuracy": 1.0}', "step is None, expected a whole number"),
-        ('{"kind": "val", "step": 1e3, "accuracy": 1.0}', "step is 1000.0, expected"),
-        ('{"kind": "val", "step": -1, "accuracy": 1.0}', "step is -1, expected"),
-        ('{"kind": "val", "step": 1, "accuracy": "high"}', "accuracy is high, expected a number"),
-        ('{"kind": "train", "step": 1}', "loss is None, expected a number"),
-        ('{"kind": "train", "step": 1' + "0" * 400 + ', "loss": 1}', "step is inf, expected a whole number"),
-        ('{"kind": "train", "step": 1, "loss": 1000000000000000000}', "loss is 10000"),
-        ('{"kind": "note", "step": []}', r"step is \[\], expected"),
-        ("[" * 100_000, "not JSON"),
-        ("1" * 5_000, "expected a JSON object"),
-        ("\udcff", "not JSON"),
+        ('{"kind": "val", "step": null, "accuracy": 1.0}', "ValueError: step is None"),
+        ('{"kind": "val", "accuracy": 1.0}', "KeyError: 'step'"),
+        ('{"kind": "val", "step": 1e3, "accuracy": 1.0}', "ValueError: step is 1000.0"),
+        ('{"kind": "val", "step": -1, "accuracy": 1.0}', "ValueError: step is -1"),
+        ('{"kind": "val", "step": 1, "accuracy": "high"}', "ValueError: accuracy is high"),
+        ('{"kind": "train", "step": 1}', "KeyError: 'loss'"),
+        ('{"kind": "train", "step": 1' + "0" * 400 + ', "loss": 1}', "ValueError: step is inf"),
+        ('{"kind": "train", "step": 1, "loss": 1000000000000000000}', "ValueError: loss is 10000"),
+        ('{"kind": "note", "step": []}', r"ValueError: step is \[\]"),
+        ("[" * 100_000, "RecursionError"),
+        ("1" * 5_000, "TypeError"),
+        ("\udcff", "UnicodeDecodeError"),
     ],
 )
 def test_a_broken_line_of_metrics_is_named_before_anything_is_trained(finished, tmp_path, line, message):
     shutil.copytree(finished, tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"
     path.write_bytes(line.encode("utf-8", "surrogateescape") + b"\n" + path.read_bytes())
-    with pytest.raises(MetricsError, match=f"line 1: {message}"):
+    expected = rf"line 1: not a line of metrics \({message}.*\); fix or remove it"
+    with pytest.raises(MetricsError, match=expected):
         read_metrics(path)
     run = Run.resume(tmp_path / "run", quiet=True)
     run.advance = run._finish = lambda *_: pytest.fail("training began")
-    with pytest.raises(MetricsError, match=f"line 1: {message}|differs from what iteration 40 had recorded"):
+    with pytest.raises(MetricsError, match=expected):
         run.train()
 
 
-def test_metrics_that_are_not_those_of_the_checkpoint_are_refused(finished, tmp_path):
+def test_a_run_whose_metrics_are_missing_goes_on(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    for wrong in (lines[1:], lines[:-1], [lines[0].replace(b'"beta": 1', b'"beta": 2'), *lines[1:]]):
-        path.write_bytes(b"".join(wrong))
-        with pytest.raises(MetricsError, match="differs from what iteration 40 had recorded: restore it, or delete it"):
-            Run.resume(tmp_path / "run", quiet=True).train()
     path.unlink()
     rest = Run.resume(tmp_path / "run", quiet=True)
     rest.train()
@@ -699,13 +694,12 @@ def test_lines_after_the_checkpoint_are_recorded_anew(finished, tmp_path):
     assert_identical(finished, tmp_path / "run")
 
 
-def test_a_run_whose_checkpoint_has_no_seal_of_its_metrics_goes_on(tmp_path):
-    """As runs of earlier versions have none."""
+def test_a_checkpoint_with_a_checksum_of_its_metrics_is_read(tmp_path):
+    """As an earlier version wrote it."""
     Run(config(), tmp_path / "whole", quiet=True).train()
     killed(tmp_path / "cut", config(), at_step=33)
-    for name in ("checkpoint.pt", "checkpoint.pt.previous"):
-        path = tmp_path / "cut" / name
-        path.write_bytes(with_checksum(changed(checkpoint.load(path), "metrics", None)))
+    path = tmp_path / "cut" / "checkpoint.pt"
+    path.write_bytes(with_checksum({**checkpoint.load(path), "metrics": {"bytes": 0, "sha256": ""}}))
     Run.resume(tmp_path / "cut", quiet=True).train()
     assert_identical(tmp_path / "whole", tmp_path / "cut")
 

@@ -84,7 +84,6 @@ class Run:
         self.beta = config.build_beta(self.task.loader.batches_per_epoch)
         self.step, self.logged, self.best_step, self.best_accuracy = 0, 0, -1, -1.0
         self.best: dict[str, Tensor] = {}
-        self.seal: dict[str, Any] | None = None  # of the metrics in the checkpoint that the run continues from
 
     @classmethod
     def resume(cls, folder: str | os.PathLike[str], overrides: Sequence[str] = (), *, quiet: bool = False) -> Run:
@@ -143,7 +142,7 @@ class Run:
     @functools.cached_property
     def metrics(self) -> Metrics:
         """Records the curves; opened when first needed, after the steps that are done already."""
-        return Metrics(self.folder.path, self.step, self.seal)
+        return Metrics(self.folder.path, self.step)
 
     def say(self, message: str) -> None:
         """Shows a message beside the progress, and keeps it."""
@@ -216,9 +215,9 @@ class Run:
                 "optimizer": self.task.opt.state_dict(),
                 "rng": torch.get_rng_state(),
                 **({"cuda_rng": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}),
-                "metrics": self.metrics.seal(),
                 "config": self.config.text(),
             }
+            self.metrics.sync()
             self.folder.write_checkpoint(state)
 
     def _restore(self) -> None:
@@ -237,7 +236,7 @@ class Run:
     def _load(self, state: dict[str, Any]) -> float:
         """Loads a checkpoint, and returns the losses since the last record; RunError means that it is of another run.
 
-        Version 0.1 wrote no ``logged``, ``aside`` and ``metrics``.
+        Version 0.1 wrote no ``logged`` and ``aside``.
         """
         task, cuda = self.task, self.task.device.type == "cuda"
         theirs = Config.parse(state.get("config", ""), self.folder.path / CHECKPOINT[0])
@@ -264,8 +263,6 @@ class Run:
         self.clock.earlier = float(state["seconds"])
         if "aside" in state:
             self.clock.aside = {name: float(state["aside"][name]) for name in self.clock.aside}
-        if "metrics" in state:
-            self.seal = {"bytes": int(state["metrics"]["bytes"]), "sha256": state["metrics"]["sha256"]}
         return float(state["losses"])
 
     # The end.

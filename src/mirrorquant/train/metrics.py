@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from mirrorquant.errors import MirrorquantError
 
 __all__ = ["Metrics", "MetricsError", "read_metrics"]
 
-
-_NUMBERS = {"train": ("step", "loss"), "val": ("step", "accuracy"), "weights": ("step",)}  # the curves of a summary
+_NEEDED = {"train": ["loss"], "val": ["accuracy"]}  # the curves of a summary
 
 
 class MetricsError(MirrorquantError, ValueError):
@@ -30,85 +28,62 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
     Text after the last line break is still being written, or was cut off: it is ignored.
     """
-    *lines, _ = _read(path).split(b"\n")
-    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
-
-
-def _read(path: Path) -> bytes:
     try:
-        return _files.read_regular(path)
+        *lines, _ = _files.read_regular(path).split(b"\n")
     except FileNotFoundError:
-        return b""
+        return []
     except OSError as error:
         raise MetricsError(f"{path} cannot be read ({error.strerror})") from error
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
-        row = _files.parse_json(line)
-    except (ValueError, RecursionError) as error:
-        raise MetricsError(f"{place}: not JSON ({error}); fix or remove the line") from error
-    if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
-        raise MetricsError(f'{place}: expected a JSON object with a "kind", found {line[:60]!r}')
-    for name in _NUMBERS.get(row["kind"], row.keys() & {"step"}):  # lines of other kinds may hold anything else
-        value, whole = row.get(name), name == "step"
-        if (whole or type(value) is not float) and (type(value) is not int or not 0 <= value <= 1e15):
-            expected = f"a {'whole ' * whole}number"
-            raise MetricsError(f"{place}: {name} is {str(value)[:60]}, expected {expected}; fix or remove the line")
-    return row
+        row = dict(_files.parse_json(line))
+        for name in ["step", *_NEEDED.get(row["kind"], [])]:
+            value, types = row[name], (int,) if name == "step" else (int, float)
+            if type(value) not in types or value < 0 or value > 1e15:
+                raise ValueError(f"{name} is {str(value)[:60]}")
+        return row
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise MetricsError(f"{place}: not a line of metrics ({problem}); fix or remove it") from error
 
 
 class Metrics:
     """Appends to ``metrics.jsonl``, and to TensorBoard events where tensorboard is installed."""
 
-    def __init__(self, folder: Path, steps_done: int, seal: Mapping[str, Any] | None = None) -> None:
-        """Continues after ``steps_done`` steps, with the result of :meth:`seal` from then."""
+    def __init__(self, folder: Path, steps_done: int) -> None:
+        """Keeps the lines of the steps that are done; later ones are recorded again."""
         self.path = folder / "metrics.jsonl"
         self.events: _Events | None = None
-        content = self._kept(steps_done, seal) if steps_done and self.path.exists() else b""
-        self.bytes, self.digest = len(content), hashlib.sha256(content)
-        _files.write_atomically(self.path, content, MetricsError)
-        try:
+        rows = [row for row in read_metrics(self.path) if row["step"] <= steps_done] if steps_done else []
+        _files.write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode(), MetricsError)
+        with self._reporting():
             self.file = self.path.open("ab")
             with suppress(ImportError):
                 self.events = _Events(folder, steps_done + 1)
-        except OSError as error:
-            raise MetricsError(f"the metrics in {folder} cannot be written ({error.strerror})") from error
 
-    def _kept(self, steps_done: int, seal: Mapping[str, Any] | None) -> bytes:
-        """The lines up to a checkpoint; later ones are recorded again."""
-        if seal is None:  # the version that wrote them had no seals
-            rows = [row for row in read_metrics(self.path) if row.get("step", 0) <= steps_done]
-            return "".join(json.dumps(row) + "\n" for row in rows).encode()
-        content = _read(self.path)[: seal["bytes"]]
-        if hashlib.sha256(content).hexdigest() != seal["sha256"]:
-            raise MetricsError(
-                f"{self.path} differs from what iteration {steps_done} had recorded: restore it, or delete it to "
-                "continue without the curves so far"
-            )
-        return content
-
-    def seal(self) -> dict[str, Any]:
-        """Synchronizes the lines so far to the disk, and returns their size and checksum, for a checkpoint."""
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
         try:
-            os.fsync(self.file.fileno())
+            yield
         except OSError as error:
-            raise MetricsError(f"{self.path} could not be written ({error.strerror})") from error
-        return {"bytes": self.bytes, "sha256": self.digest.hexdigest()}
+            raise MetricsError(f"{self.path} could not be written ({error.strerror}): free some space") from error
+
+    def sync(self) -> None:
+        """Synchronizes the lines so far to the disk, before a checkpoint that counts on them."""
+        with self._reporting():
+            os.fsync(self.file.fileno())
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Writes one line; numbers go to TensorBoard as ``kind/name``."""
         numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, (int, float))}
-        line = (json.dumps({"kind": kind, "step": step, **values}) + "\n").encode()
-        self.bytes += len(line)
-        self.digest.update(line)
-        try:
-            self.file.write(line)
+        with self._reporting():
+            self.file.write((json.dumps({"kind": kind, "step": step, **values}) + "\n").encode())
             self.file.flush()
             if self.events is not None and numbers:
                 self.events.write(step, numbers)
-        except OSError as error:
-            raise MetricsError(f"{self.path} could not be written ({error.strerror}): free some space") from error
 
     def close(self) -> None:
         """Closes both files."""
