@@ -32,14 +32,9 @@ def decode(paths: Sequence[Path], size: int, *, fit: bool) -> Tensor:
     except ImportError as error:
         raise DataError("Image files need pillow, which is missing. Run: pip install 'mirrorquant[images]'.") from error
     images = torch.empty(len(paths), 3, size, size, dtype=torch.uint8)
-
-    def store(number: int) -> None:
-        pixels = bytearray(_pixels(paths[number], size, fit))
-        images[number] = torch.frombuffer(pixels, dtype=torch.uint8).view(size, size, 3).permute(2, 0, 1)
-
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(store, range(len(paths))):
-            pass
+        for number, pixels in enumerate(pool.map(lambda path: _pixels(path, size, fit), paths)):
+            images[number] = torch.frombuffer(pixels, dtype=torch.uint8).view(size, size, 3).permute(2, 0, 1)
     return images
 
 
@@ -64,7 +59,7 @@ def decode_once(paths: Sequence[Path], size: int, cache: Path) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8, offset=32).view(len(paths), 3, size, size)
 
 
-def _pixels(path: Path, size: int, fit: bool) -> bytes:
+def _pixels(path: Path, size: int, fit: bool) -> bytearray:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
@@ -80,4 +75,4 @@ def _pixels(path: Path, size: int, fit: bool) -> bytes:
         raise DataError(f"{path} cannot be read as an image ({why}): replace it or move it away.") from error
     if image.size != (size, size):
         raise DataError(f"{path} has {width}×{height} pixels, expected {size}×{size}.")
-    return image.tobytes()
+    return bytearray(image.tobytes())

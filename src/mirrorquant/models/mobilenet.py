@@ -5,8 +5,6 @@ from torch.nn.functional import relu
 
 from mirrorquant.models.registry import register
 
-_STEM = 32
-_LAST = 1280
 # Expansion, channels, blocks, stride of the first block. For ImageNet the stem and the second stage have stride 2 too.
 _STAGES = (
     (1, 16, 1, 1),
@@ -64,19 +62,18 @@ class MobileNetV2(nn.Module):
 
     def __init__(self, classes: int = 10, *, affine: bool = False) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, _STEM, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(_STEM, affine=affine)
-        self.stages = nn.Sequential()
-        inputs = _STEM
+        self.conv1 = nn.Conv2d(3, 32, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(32, affine=affine)
+        self.stages, inputs = nn.Sequential(), 32
         for expansion, width, blocks, first_stride in _STAGES:
             stage = nn.Sequential()
             for stride in [first_stride] + [1] * (blocks - 1):
                 stage.append(InvertedResidual(inputs, width, stride, expansion=expansion, affine=affine))
                 inputs = width
             self.stages.append(stage)
-        self.conv2 = nn.Conv2d(inputs, _LAST, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(_LAST, affine=affine)
-        self.fc = nn.Linear(_LAST, classes)
+        self.conv2 = nn.Conv2d(inputs, 1280, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(1280, affine=affine)
+        self.fc = nn.Linear(1280, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """The logits of a batch of images."""

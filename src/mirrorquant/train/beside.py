@@ -74,32 +74,19 @@ class _Split(CustomGraphPass):
 def _weight_gradient(
     grad: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]
 ) -> Tensor:
-    if not (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return _compute(grad, x, weight, stride, padding, dilation)
-    main = torch.cuda.current_stream(grad.device)
-    side = _streams.get(grad.device)
-    if side is None:
-        side = _streams[grad.device] = torch.cuda.Stream(grad.device)  # type: ignore[no-untyped-call]
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        result = _compute(grad, x, weight, stride, padding, dilation)
-    _pending.append((grad, x, weight))  # or their memory would be used again before it was read
+    side = None
+    if grad.is_cuda and torch.cuda.is_current_stream_capturing():
+        side = _streams.get(grad.device) or torch.cuda.Stream(grad.device)  # type: ignore[no-untyped-call]
+        _streams[grad.device] = side
+        side.wait_stream(torch.cuda.current_stream(grad.device))
+        _pending.append((grad, x, weight))  # or their memory would be used again before it was read
+    with torch.cuda.stream(side):  # no other one for None
+        result: Tensor
+        _, result, _ = _aten.convolution_backward(
+            grad, x, weight, None, stride, padding, dilation, False, [0, 0], 1, [False, True, False]
+        )
     return result
 
 
-def _compute(
-    grad: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]
-) -> Tensor:
-    outputs = _aten.convolution_backward(
-        grad, x, weight, None, stride, padding, dilation, False, [0, 0], 1, [False, True, False]
-    )
-    result: Tensor = outputs[1]
-    return result
-
-
-@_weight_gradient.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
-    return torch.empty_like(weight)
-
-
+_weight_gradient.register_fake(lambda grad, x, weight, *_: torch.empty_like(weight))
 _op = torch.ops.mirrorquant.weight_gradient.default

@@ -20,7 +20,7 @@ import torch
 from mirrorquant import _files
 from mirrorquant.errors import MirrorquantError
 
-__all__ = ["CheckpointError", "load", "previous", "save", "use"]
+__all__ = ["CheckpointError", "load", "save", "use"]
 
 _T = TypeVar("_T")
 _DIGEST = 64  # bytes of a SHA-256 in hexadecimal
@@ -35,7 +35,8 @@ def save(path: Path, state: dict[str, Any]) -> None:
     """Writes a checkpoint; the existing one becomes the spare ``*.previous``."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    _files.write_atomically(path, sealed(buffer.getvalue()), CheckpointError, spare=previous(path))
+    spare = path.with_name(f"{path.name}.previous")
+    _files.write_atomically(path, sealed(buffer.getvalue()), CheckpointError, spare=spare)
 
 
 def sealed(archive: bytes) -> bytes:
@@ -63,11 +64,6 @@ def load(path: Path) -> dict[str, Any]:
         return dict(torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True))
     except Exception as error:  # a crafted file can fail in any way
         raise CheckpointError(f"{path} holds no state that can be loaded ({type(error).__name__})") from error
-
-
-def previous(path: Path) -> Path:
-    """The path of the spare."""
-    return path.with_name(f"{path.name}.previous")
 
 
 def use(path: Path, restore: Callable[[dict[str, Any]], _T]) -> _T:

@@ -16,8 +16,10 @@ import torch
 __all__ = ["compiled"]
 
 
-def compiled(function: Callable[..., Any], *, dynamic: bool | None = None) -> Callable[..., Any]:
-    """The function or module, compiled for this processor."""
+def compiled(function: Callable[..., Any], wanted: bool) -> Callable[..., Any]:
+    """The function or module, compiled for this processor and one shape if that is wanted."""
+    if not wanted:
+        return function
     from torch._inductor.cpu_vec_isa import pick_vec_isa  # here, since it imports the compiler, which takes seconds
 
-    return torch.compile(function, dynamic=dynamic, options={"cpp.simdlen": pick_vec_isa().bit_width()})
+    return torch.compile(function, dynamic=False, options={"cpp.simdlen": pick_vec_isa().bit_width()})

@@ -17,7 +17,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -75,14 +74,10 @@ def _key(default: Any, help: str, **facts: Any) -> Any:
 
 def _used(condition: str, term: str) -> str:
     """The condition that a schedule uses a term."""
-    return condition + ",".join(name for name, terms in _SCHEDULES.items() if term in terms)
+    return condition + ",".join(name for name in _SCHEDULES if term in getattr(schedules, name).__dataclass_fields__)
 
 
-_SCHEDULES: dict[str, set[str]] = {}  # those that can be built from the keys, and their terms
-for _name in schedules.names():
-    with suppress(TypeError):  # it needs another term
-        _given = dict.fromkeys(("start", "steps", "scale", "every", "end"), 1)
-        _SCHEDULES[_name] = set(vars(schedules.build(_name, **_given)))
+_SCHEDULES = tuple(name for name in schedules.names() if name != "ramp")  # which needs a rate; pq_rate is ProxQuant's
 _ANNEALED = "method!=" + ",".join(name for name in methods.names() if not methods.get(name).uses_beta)
 _lr, _beta = partial(_used, "lr_schedule="), partial(_used, f"{_ANNEALED} beta_schedule=")
 _SECTIONS = ("data", "model", "method", "optimizer", "beta", "objective", "training", "machine", "logging", "origin")
@@ -115,17 +110,15 @@ class Config:
     momentum: float = _optimizer(0.9, "momentum of SGD", least=0, most=1e35, used="optimizer=sgd")
     nesterov: bool = _optimizer(False, "Nesterov momentum", used="optimizer=sgd")
     weight_decay: float = _optimizer(0.0, "weight decay; AdamW decouples it from the gradient", least=0, most=1e35)
-    lr_schedule: str = _optimizer("step", "learning rate over time", choices=tuple(_SCHEDULES))
-    lr_scale: float = _optimizer(1.0, "its factor every lr_interval", least=1e-300, most=1e300, used=_lr("scale"))
+    lr_schedule: str = _optimizer("step", "learning rate over time", choices=_SCHEDULES)
+    lr_scale: float = _optimizer(1.0, "factor every lr_interval", least=1e-300, most=1e300, used=_lr("scale"))
     lr_interval: int = _optimizer(30000, "iterations; see lr_scale", least=1, used=_lr("every"))
     lr_end: float = _optimizer(0.0, "last learning rate", least=0, most=_LARGEST_LR, used=_lr("end"))
     warmup: int = _optimizer(0, "iterations in which the learning rate rises to lr before its schedule", least=0)
 
     # How soft weights become hard: β, ProxQuant's λ, and the step that rounds for good.
-    beta_schedule: str = _anneal("geometric", "β over time", choices=tuple(_SCHEDULES), used=_ANNEALED)
-    beta_scale: float = _anneal(
-        1.02, "its factor every beta_interval", least=1, most=_LARGEST_BETA, used=_beta("scale")
-    )
+    beta_schedule: str = _anneal("geometric", "β over time", choices=_SCHEDULES, used=_ANNEALED)
+    beta_scale: float = _anneal(1.02, "factor every beta_interval", least=1, most=_LARGEST_BETA, used=_beta("scale"))
     beta_interval: int = _anneal(200, "iterations; see beta_scale", least=1, used=_beta("every"))
     beta_cap: float = _anneal(_LARGEST_BETA, "largest β", least=1, most=_LARGEST_BETA, used=_beta("cap"))
     beta_end: float = _anneal(1e4, "last β", least=1, most=_LARGEST_BETA, used=_beta("end"))

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from mirrorquant._text import first_line
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.train import compiling
 from mirrorquant.train.task import Task
 
-__all__ = ["Engine", "EngineError", "PlainEngine", "Unsupported", "choose"]
+__all__ = ["EngineError", "PlainEngine", "Unsupported", "choose"]
 
 
 class EngineError(MirrorquantError, RuntimeError):
@@ -25,38 +24,22 @@ class Unsupported(EngineError):
     """The graph engine cannot train or capture a task; nothing was changed."""
 
 
-class Engine(Protocol):
-    """Trains a task. Between calls of ``step`` the model may lag behind; ``sync`` brings it up to date."""
+class PlainEngine:
+    """The usual training step in PyTorch; other engines only do it faster.
 
-    name: str
+    Each step adds its loss to ``losses``, a scalar on the device; its reader sets it to zero.
+    """
 
-    @property
-    def losses(self) -> Tensor:
-        """A scalar on the device, to which each step adds its loss; its reader sets it to zero."""
+    name = "plain"
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.losses = task, torch.zeros((), device=task.device)
+        self.network = compiling.compiled(task.model, task.compile)
 
     @property
     def ready(self) -> bool:
         """Whether steps run at full speed from now on: nothing is left to compile or capture."""
-
-    def step(self, k: int) -> None:
-        """Trains on batch k."""
-
-    def score(self) -> tuple[float, float]:
-        """Accuracy in percent and mean loss of the rounded network on the validation images."""
-
-    def sync(self) -> None:
-        """Brings model and optimizer to where the plain engine would have them."""
-
-
-class PlainEngine:
-    """The usual training step in PyTorch."""
-
-    name = "plain"
-    ready = True
-
-    def __init__(self, task: Task) -> None:
-        self.task, self.losses = task, torch.zeros((), device=task.device)
-        self.network: Callable[[Tensor], Tensor] = compiling.compiled(task.model) if task.compile else task.model
+        return True
 
     def step(self, k: int) -> None:
         """Trains on batch k; a loss that is not finite raises FloatingPointError (on CUDA it would cost a wait)."""
@@ -82,12 +65,12 @@ class PlainEngine:
         self.losses += loss.detach()
 
     def score(self) -> tuple[float, float]:
-        """Accuracy and loss of the rounded network on the validation images."""
+        """Accuracy in percent and mean loss of the rounded network on the validation images."""
         with self.task.opt.quantized():
             return self.task.evaluate(self.task.data.val)
 
     def sync(self) -> None:
-        """Nothing to do: the model is always up to date."""
+        """Brings model and optimizer up to date, which may lag behind between steps of other engines."""
 
 
 class _Guarded:
@@ -102,7 +85,7 @@ class _Guarded:
         try:
             from mirrorquant.train.graph import GraphEngine  # here, since it imports the compiler, which takes seconds
 
-            self.engine: Engine = GraphEngine(task, say)
+            self.engine: PlainEngine = GraphEngine(task, say)
         except Exception as error:
             self._fall_back(error)
 
@@ -135,7 +118,7 @@ class _Guarded:
         return getattr(self.engine, name)
 
 
-def choose(task: Task, engine: str, say: Callable[[str], None]) -> Engine:
+def choose(task: Task, engine: str, say: Callable[[str], None]) -> PlainEngine | _Guarded:
     """The engine of that name: plain (also called eager), graph, or auto, which is graph on CUDA if it works.
 
     Raises:

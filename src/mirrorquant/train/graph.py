@@ -43,7 +43,7 @@ ALIGNMENT = 64  # numbers; compiled kernels want tensors that start at multiples
 _BETA, _NEXT, _LR, _SCALED_LR = range(4)  # the columns of ``knobs``
 
 
-class GraphEngine:
+class GraphEngine(PlainEngine):
     """Trains a task from the current state of its model and optimizer.
 
     Args:
@@ -54,9 +54,9 @@ class GraphEngine:
     name = "graph"
 
     def __init__(self, task: Task, say: Callable[[str], None]) -> None:
-        self.task, self.say, self.loader, self.device = task, say, task.loader, task.device
+        super().__init__(task)
+        self.say, self.loader, self.device = say, task.loader, task.device
         task.model.train()
-        self.losses = torch.zeros((), device=self.device)
         self.knobs = torch.zeros(len(task.opt.param_groups), 4, device=self.device)
         names: dict[Tensor, str] = {p: name for name, p in task.model.named_parameters()}
         groups = range(len(task.opt.param_groups))
@@ -77,12 +77,10 @@ class GraphEngine:
         self.capture = self.device.type == "cuda"
         self.validation: _Validation | None = None
         self.scores = True
-        self._forward: Callable[..., Tensor] = self._loss
-        self._move: Callable[[], None] = self._update
         if task.compile:
             torch.compiler.reset()  # or the graphs of earlier runs in this process would count against the limit
-            self._forward = compiling.compiled(self._loss, dynamic=False)
-            self._move = compiling.compiled(self._update, dynamic=False)
+        self._forward = compiling.compiled(self._loss, task.compile)
+        self._move = compiling.compiled(self._update, task.compile)
 
     @property
     def ready(self) -> bool:
@@ -116,7 +114,7 @@ class GraphEngine:
                 self.scores = False
                 self.say(f"validation in a graph does not work here ({first_line(error)}): it is done plainly, slower")
         self.sync()
-        return PlainEngine(self.task).score()
+        return super().score()
 
     @torch.no_grad()
     def sync(self) -> None:
@@ -235,11 +233,8 @@ class _Validation:
             self.weights |= dict(zip(part.weights, part.views(image), strict=True))
         self.totals = torch.zeros(2, device=engine.device)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self._tally: Callable[..., Tensor] = self._batch
-        self._round: Callable[[], None] = self._rounding
-        if task.compile:
-            self._tally = compiling.compiled(self._batch, dynamic=False)
-            self._round = compiling.compiled(self._rounding, dynamic=False)
+        self._tally = compiling.compiled(self._batch, task.compile)
+        self._round = compiling.compiled(self._rounding, task.compile)
 
     @torch.no_grad()
     def __call__(self) -> tuple[float, float]:
@@ -373,15 +368,12 @@ def _parts(opt: MirrorDescent, index: int, names: dict[Tensor, str], dtype: torc
     params = {names[p]: p for p in group["params"] if p in names}  # all but learnt scales
     if any(p.dtype != torch.float32 or p.dim() == 0 or p.numel() == 0 for p in params.values()):
         raise Unsupported("there are parameters that are not float32, or without a dimension, or empty")
-    thin = {name for name, p in params.items() if p.dim() <= 1}
-    kinds = [dtype if name not in thin else torch.float32 for name in params]
-    if not isinstance(method, REF) and not _elementwise(method):
-        return [Part(opt, index, {n: p}, kind, flat=False) for (n, p), kind in zip(params.items(), kinds, strict=True)]
-    found = []
-    for kind in dict.fromkeys(kinds):
-        chosen = {name: p for (name, p), own in zip(params.items(), kinds, strict=True) if own == kind}
-        found.append(Part(opt, index, chosen, kind, flat=True))
-    return found
+    flat = isinstance(method, REF) or _elementwise(method)
+    found: dict[tuple[torch.dtype, str], dict[str, Tensor]] = {}
+    for name, p in params.items():
+        kind = dtype if p.dim() > 1 else torch.float32
+        found.setdefault((kind, "" if flat else name), {})[name] = p
+    return [Part(opt, index, members, kind, flat=flat) for (kind, _), members in found.items()]
 
 
 def _elementwise(method: Method) -> bool:

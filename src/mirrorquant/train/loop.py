@@ -30,7 +30,7 @@ from mirrorquant.calibration import recalibrate
 from mirrorquant.health import health, unwarned
 from mirrorquant.train import build, checkpoint, evaluate, process
 from mirrorquant.train.config import Config
-from mirrorquant.train.engine import Engine, choose
+from mirrorquant.train.engine import PlainEngine, _Guarded, choose
 from mirrorquant.train.metrics import Metrics
 from mirrorquant.train.progress import Progress
 from mirrorquant.train.run_folder import BEST, CHECKPOINT, RunError, RunFolder
@@ -135,14 +135,9 @@ class Run:
             self._save()
 
     @functools.cached_property
-    def engine(self) -> Engine:
+    def engine(self) -> PlainEngine | _Guarded:
         """Makes the steps; chosen when first needed, since it starts from the model as it is then."""
         return choose(self.task, self.config.engine, self.say)
-
-    @functools.cached_property
-    def metrics(self) -> Metrics:
-        """Records the curves; opened when first needed, after the steps that are done already."""
-        return Metrics(self.folder.path, self.step)
 
     def say(self, message: str) -> None:
         """Shows a message beside the progress, and keeps it."""
@@ -230,6 +225,7 @@ class Run:
                 self.say(f"{metrics} is missing: the curves begin here")
         elif metrics.exists():
             self.say(f"there is no checkpoint in {self.folder.path}: starting over")
+        self.metrics = Metrics(self.folder.path, self.step)
         self.saved = time.monotonic()
         self.progress.begin(self.step)
 

@@ -82,12 +82,12 @@ class Metrics:
         with self._reporting():
             self.file.write((json.dumps({"kind": kind, "step": step, **values}) + "\n").encode())
             self.file.flush()
-            if self.events is not None and numbers:
+            if self.events and numbers:
                 self.events.write(step, numbers)
 
     def close(self) -> None:
         """Closes both files."""
-        for file in [self.file, *([self.events.file] if self.events is not None else [])]:
+        for file in [self.file, *([self.events.file] if self.events else [])]:
             with suppress(OSError):  # of a line that could not be written, which was reported then
                 file.close()
 

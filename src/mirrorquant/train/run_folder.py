@@ -23,7 +23,7 @@ from mirrorquant.train.metrics import read_metrics
 __all__ = ["Best", "RunError", "RunFolder"]
 
 BEST = ("best.pt", "best.mq")  # the second name is from version 0.1
-CHECKPOINT = ("checkpoint.pt", "checkpoint.mq")
+CHECKPOINT = ("checkpoint.pt", "checkpoint.pt.previous", "checkpoint.mq", "checkpoint.mq.previous")
 _T = TypeVar("_T")
 _ORIGIN = ("recipe", "data", "model", "method", "levels", "seed")
 
@@ -102,7 +102,7 @@ class RunFolder:
     def restore(self, load: Callable[[dict[str, Any]], _T], say: Callable[[str], None]) -> _T | None:
         """The result of ``load`` for the newest checkpoint that is undamaged; None if there is no file."""
         problems = []
-        for path in (path for name in CHECKPOINT for path in (self.path / name, checkpoint.previous(self.path / name))):
+        for path in (self.path / name for name in CHECKPOINT):
             if path.exists():
                 try:
                     return checkpoint.use(path, load)
