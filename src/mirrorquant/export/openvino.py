@@ -186,17 +186,19 @@ class OpenVinoModel(nn.Module):
         return torch.from_numpy(np.array(self.compiled[batch](x.cpu().contiguous().numpy())[0]))
 
     def save(self, path: Path) -> None:
-        """Writes ``*.xml`` and ``*.bin``; if that fails, an older pair is still there."""
+        """Writes ``*.xml`` and ``*.bin``; an ``*.xml`` never stands beside the weights of another network."""
         if not self.model.is_dynamic():
             self.reshape(1)
+        left = "what was there before is intact"
         try:
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.", suffix=".writing") as folder:
                 new = Path(folder) / "new.xml"
                 ov.save_model(self.model, str(new), compress_to_fp16=False)
                 self.core.read_model(str(new))  # fails if not everything could be written
-                path.unlink(missing_ok=True)  # it must never stand beside the weights of another network
+                left = "export again"
+                path.unlink(missing_ok=True)
                 new.with_suffix(".bin").replace(path.with_suffix(".bin"))
                 new.replace(path)
         except (OSError, RuntimeError) as error:
             problem = error.strerror if isinstance(error, OSError) else reason(error)
-            raise PackError(f"{path} could not be written ({problem}); what was there before is intact") from error
+            raise PackError(f"{path} could not be written ({problem}); {left}") from error
