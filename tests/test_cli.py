@@ -67,7 +67,7 @@ def test_help_lists_every_key(capsys):
         told = set(re.findall(r"\w+", capsys.readouterr().out.partition("Any key can")[2]))
         assert {name for name, key in KEYS.items() if key.section != "origin"} <= told
     assert main(["train", "zzz=1"]) == 1
-    assert "there is no key 'zzz'; 'mirrorquant train --help' lists them" in capsys.readouterr().err
+    assert "There is no key 'zzz'. 'mirrorquant train --help' lists them" in capsys.readouterr().err
 
 
 def test_what_is_listed_stands_in_columns(capsys):
@@ -149,7 +149,7 @@ def test_a_comparison_goes_on_where_it_stopped(tmp_path, capsys):
 def test_a_comparison_with_an_unknown_method_is_refused_before_anything_trains(tmp_path, capsys):
     assert main(["compare", *TINY, "--methods", "ref,bcc", "--quiet", "--out", str(tmp_path / "all")]) == 1
     assert (
-        "no recipe 'digits/digitsnet/binary/bcc'; did you mean 'digits/digitsnet/binary/bc'?" in capsys.readouterr().err
+        "no recipe 'digits/digitsnet/binary/bcc'. Did you mean 'digits/digitsnet/binary/bc'?" in capsys.readouterr().err
     )
     assert not (tmp_path / "all").exists()
 
@@ -315,7 +315,10 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["export", str(tmp_path / "ref"), "--to", "onnx"], "is a float network, and only quantized ones can be"),
         (["eval", str(run_folder), "--model", "a:b"], "--model is for packed files"),
         (["eval", str(run_folder), "--data", "synthetic:1x8x8:7"], "has 10 classes, but synthetic:1x8x8:7 7"),
-        (["eval", str(run_folder), "--data", "synthetic:3x8x8:10"], "cannot be tested on synthetic:3x8x8:10, images"),
+        (
+            ["eval", str(run_folder), "--data", "synthetic:3x8x8:10"],
+            "cannot be tested on synthetic:3x8x8:10: 1000 train",
+        ),
         (["eval", str(tmp_path / "no.onnx"), "--data", "digits", "--model", "a:b"], "--model is for packed files"),
         (["export", str(run_folder), "--to", "onnx", "--model", "a:b"], "--model is for packed files"),
         (["pack", str(run_folder), "-o", "net.bin"], "net.bin must end in .safetensors"),
@@ -327,7 +330,7 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["eval", str(tmp_path / "no.onnx"), "--data", "digits"], "no.onnx cannot be read by ONNX Runtime"),
         (["eval", str(tmp_path / "no.xml")], "no.xml cannot be read by OpenVINO"),
         (["eval", str(tmp_path / "silent.onnx")], "pass --data"),
-        (["eval", str(whole), "--data", "synthetic:3x8x8:10"], "cannot be tested on synthetic:3x8x8:10, images"),
+        (["eval", str(whole), "--data", "synthetic:3x8x8:10"], "cannot be tested on synthetic:3x8x8:10: 1000 train"),
     ):
         assert main(arguments) == 1, arguments
         told = capsys.readouterr().err
@@ -338,25 +341,25 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["trian"], 2, "did you mean 'train'"),
-        (["train", "cifar10/resnet18/md-tanh-s"], 1, "did you mean 'cifar10/resnet18/binary/md-tanh-s'"),
-        (["train", "lrr=1"], 1, "did you mean 'lr'"),
-        (["train", "LR=1"], 1, "there is no key 'LR'; did you mean 'lr'"),
+        (["trian"], 2, "Did you mean 'train'"),
+        (["train", "cifar10/resnet18/md-tanh-s"], 1, "Did you mean 'cifar10/resnet18/binary/md-tanh-s'"),
+        (["train", "lrr=1"], 1, "Did you mean 'lr'"),
+        (["train", "LR=1"], 1, "There is no key 'LR'. Did you mean 'lr'"),
         (["eval", "a=b"], 1, "a=b/config.json cannot be read"),
         (["train", "--resume", "nowhere"], 1, "is this the folder of a run"),
         (["train", "bc", "--resume", "nowhere"], 1, "cannot be given with it"),
         (["eval", "nowhere"], 1, "nowhere/config.json cannot be read"),
-        (["recipes", "cifra10"], 1, "did you mean"),
-        (["compare", "digits/digitsnett"], 1, "no recipe 'digits/digitsnett/ref'; did you mean 'digits/digitsnet/ref'"),
+        (["recipes", "cifra10"], 1, "Did you mean"),
+        (["compare", "digits/digitsnett"], 1, "no recipe 'digits/digitsnett/ref'. Did you mean 'digits/digitsnet/ref'"),
         (
             ["compare", "fashion-mnist/digitsnet", "--methods", "pq"],
             1,
-            "did you mean 'fashion-mnist/digitsnet/binary/bc",
+            "Did you mean 'fashion-mnist/digitsnet/binary/bc",
         ),
         (
             ["compare", "--levels", "ternary"],
             1,
-            "no recipe 'digits/digitsnet/ternary/bc'; did you mean 'digits/digitsnet/",
+            "no recipe 'digits/digitsnet/ternary/bc'. Did you mean 'digits/digitsnet/",
         ),
         (["compare", "--methods", ","], 1, "nothing to compare: name at least one method"),
         (["compare", "--seeds", "0"], 1, "nothing to compare"),
@@ -364,7 +367,7 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["train", "--lr", "0.1"], 2, "there is no option --lr: write lr=VALUE"),
         (["train", "--batch-size=8"], 2, "there is no option --batch-size: write batch_size=8"),
         (["train", "lr", "=", "0.1"], 2, "write key=value without spaces"),
-        (["train", "learning-rate=0.1"], 1, "there is no key 'learning-rate'"),
+        (["train", "learning-rate=0.1"], 1, "There is no key 'learning-rate'"),
         (["table", "--results", "nowhere"], 1, "nowhere: no such folder"),
         (["curves", "nowhere"], 1, "nowhere/config.json"),
         (["summary", "nowhere"], 1, "no recipe 'nowhere'"),

@@ -10,7 +10,7 @@ from test_train import config, end_of, signalled
 import mirrorquant as mq
 from mirrorquant import schedules
 from mirrorquant.cli import main
-from mirrorquant.train import Config, ConfigError, Interrupted, Run, RunFolder, build
+from mirrorquant.train import Best, Config, ConfigError, Interrupted, Run, RunFolder, build
 from mirrorquant.train.config import KEYS, upgrade
 from mirrorquant.train.metrics import read_metrics
 
@@ -101,7 +101,7 @@ def test_files_of_a_run_open_with_torch_alone_and_with_the_library(tmp_path):
     folder = mq.train.RunFolder(str(tmp_path / "run"))
     assert folder.summary() == json.loads(json.dumps(summary))
     assert [line["step"] for line in folder.metrics() if line["kind"] == "val"] == [10, 20, 30, 40]
-    best = folder.best()
+    best = Best.load(folder.path)
     assert best.off_levels == []
     assert best.model(torch.zeros(1, *best.images["shape"])).shape == (1, 10)
     for name in ("checkpoint.pt", "checkpoint.pt.previous", "best.pt"):

@@ -5,7 +5,7 @@ import torch
 from test_train import SHORT, assert_identical, config, signalled
 from torch import nn
 
-from mirrorquant.train import Config, ConfigError, Interrupted, Run, RunFolder
+from mirrorquant.train import Best, Config, ConfigError, Interrupted, Run
 from mirrorquant.train.objective import Batch, Objective
 
 
@@ -83,7 +83,7 @@ def test_a_run_learns_from_the_best_network_of_another_and_resumes_bit_exactly(t
     run = Run(settings, tmp_path / "whole", quiet=True)
     objective, images = run.task.objective, run.task.batch(0).images
     with torch.no_grad():
-        torch.testing.assert_close(objective.teacher(images), RunFolder(teacher).best().model(images))
+        torch.testing.assert_close(objective.teacher(images), Best.load(teacher).model(images))
     assert (objective.temperature, objective.hard_share, objective.teacher.training) == (2.0, 0.5, False)
     taught = run.train()
     alone = Run(config("width=4"), tmp_path / "alone", quiet=True).train()

@@ -333,9 +333,10 @@ def test_metadata_stay_with_a_model(tmp_path):
     assert mq.load(again).about == {"accuracy": 99}
     mq.save(loaded, again, about={})
     assert mq.load(again).about == {}
-    for about in ({"x": float("nan")}, {"x": nested(40)}):  # which could not be loaded again
-        with pytest.raises(PackError, match="but JSON cannot hold it"):
-            mq.save(loaded, again, about=about)
+    mq.save(loaded, again, about={"x": nested(40)})
+    assert mq.load(again).about == {"x": nested(40)}
+    with pytest.raises(PackError, match="but JSON cannot hold it"):
+        mq.save(loaded, again, about={"x": float("nan")})
 
 
 def test_names_from_a_file_cannot_control_the_terminal(tmp_path, capsys):
@@ -459,7 +460,6 @@ LIES = {
     "infinite levels": (put([-1.0, 10**400], "packed", "fc.weight", "levels"), "too large to convert to float"),
     "a scale that is not there": (put("fc.weight.scale", "packed", "fc.weight", "scale"), "'fc.weight.scale'"),
     "negative offsets": (put([-8, 0], "fc.weight", "data_offsets", told=False), "invalid value: integer `-8`"),
-    "a deep about": (put(nested(40), "about", "note"), "expected a JSON object at most 32 deep"),
     "a name of escapes": (
         put({"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}, "a\x1b[2J\n\u202eb", told=False),
         r"the model lacks, a\x1b[2J\n\u202eb",

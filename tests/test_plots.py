@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mirrorquant.report import RecordError, RunRecord, labels, plots
+from mirrorquant.train import MetricsError
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -301,11 +302,9 @@ def test_layers_in_float_do_not_appear_among_those_that_move_to_the_levels(tmp_p
     run = with_summary(
         make_run(tmp_path / "run", layers=layers), **{"conv1.weight": 32, "conv2.weight": 1, "fc.weight": 32}
     )
-    going = make_run(tmp_path / "going", layers=layers, skip=["conv1", "f?.*"])  # no summary yet
-    for folder in (run, going):
-        figure = drawn(plots.histograms, folder, tmp_path / "weights.png")
-        titles = [ax.get_title("left") for ax in figure.axes]
-        assert titles == ["conv2.weight", "share of\nthe layer"]
+    figure = drawn(plots.histograms, run, tmp_path / "weights.png")
+    titles = [ax.get_title("left") for ax in figure.axes]
+    assert titles == ["conv2.weight", "share of\nthe layer"]
     ref = with_summary(make_run(tmp_path / "ref", "ref", layers=layers), **dict.fromkeys(layers, 32))
     figure = drawn(plots.histograms, ref, tmp_path / "weights.png")
     assert len(figure.axes) == 3 + 1
@@ -489,7 +488,7 @@ def test_any_other_broken_line_is_refused_by_file_and_number(tmp_path, line):
     run = make_run(tmp_path / "run")
     lines = (run / "metrics.jsonl").read_bytes().split(b"\n")
     (run / "metrics.jsonl").write_bytes(b"\n".join([*lines[:3], line, *lines[3:]]))
-    with pytest.raises(RecordError, match=r"metrics\.jsonl, line 4: "):
+    with pytest.raises(MetricsError, match=r"metrics\.jsonl, line 4: "):
         plots.curves([run], tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()
 
@@ -515,7 +514,7 @@ def test_a_step_recorded_again_after_a_resume_counts_once_and_unknown_kinds_do_n
         ("config.json", '{"method": "bc", "levels": {"a": 1}}', "config.json: levels is"),
         ("config.json", '{"method": "bc", "recipe": "bc", "overrides": 1}', "config.json: overrides is 1"),
         ("summary.json", "\x00", "summary.json: not readable as JSON"),
-        ("metrics.jsonl", None, "metrics.jsonl: not readable"),
+        ("metrics.jsonl", None, "let the run go on"),
         ("metrics.jsonl", "", "let the run go on"),
     ],
 )

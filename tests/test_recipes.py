@@ -291,12 +291,12 @@ def test_a_recipe_is_the_callers_own() -> None:
 
 @pytest.mark.parametrize("column", COLUMNS)
 def test_ternary_has_no_ref_of_its_own(column: str) -> None:
-    with pytest.raises(recipes.RecipeError, match=f"no recipe '{column}/ternary/ref'; did you mean "):
+    with pytest.raises(recipes.RecipeError, match=f"no recipe '{column}/ternary/ref'. Did you mean "):
         recipes.get(f"{column}/ternary/ref")
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(recipes.RecipeError, match="did you mean 'cifar10/resnet18/binary/md-tanh-s'"):
+    with pytest.raises(recipes.RecipeError, match="Did you mean 'cifar10/resnet18/binary/md-tanh-s'"):
         recipes.get("cifar10/resnet18/binary/md-tanhs")
 
 

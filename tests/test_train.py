@@ -96,11 +96,21 @@ def test_a_run_leaves_everything_that_its_reader_needs(tmp_path):
     } <= names
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows if row["kind"] == "val"] == [10, 20, 30, 40]
-    assert [row["step"] for row in rows if row["kind"] == "weights"] == [1, 10, 20, 30, 40]
+    weights = [row for row in rows if row["kind"] == "weights"]
+    assert [row["step"] for row in weights] == [1, 10, 20, 30, 40]
+    assert all(
+        list(row["layers"]) == [f"{name}.weight" for name in ("conv1", "conv2", "conv3", "fc")] for row in weights
+    )
     assert summary["val_accuracy"] == max(row["accuracy"] for row in rows if row["kind"] == "val")
     assert summary["parameters"] == {"total": 56234, "quantized": 56234, "bits": 1.0}
     best = checkpoint.load(tmp_path / "run" / "best.pt")["model"]
     assert all(BINARY.holds(best[name]) for name, _ in models.digitsnet().named_parameters())
+
+
+def test_histograms_are_of_the_quantized_layers(tmp_path):
+    Run(config("iterations=1", "histogram_every=1", "skip=conv1,fc"), tmp_path / "run", quiet=True).train()
+    (row,) = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "weights"]
+    assert list(row["layers"]) == ["conv2.weight", "conv3.weight"]
 
 
 def test_learning_rate_and_beta_follow_the_papers_schedules(tmp_path):
@@ -656,11 +666,11 @@ def test_a_checkpoint_that_grows_when_it_is_read_is_refused_unread(tmp_path, mon
         ('{"kind": "val", "step": -1, "accuracy": 1.0}', "ValueError: step is -1"),
         ('{"kind": "val", "step": 1, "accuracy": "high"}', "ValueError: accuracy is high"),
         ('{"kind": "train", "step": 1}', "KeyError: 'loss'"),
-        ('{"kind": "train", "step": 1' + "0" * 400 + ', "loss": 1}', "ValueError: step is inf"),
+        ('{"kind": "train", "step": 1' + "0" * 400 + ', "loss": 1}', "ValueError: step is 10000"),
         ('{"kind": "train", "step": 1, "loss": 1000000000000000000}', "ValueError: loss is 10000"),
         ('{"kind": "note", "step": []}', r"ValueError: step is \[\]"),
         ("[" * 100_000, "RecursionError"),
-        ("1" * 5_000, "TypeError"),
+        ("1" * 5_000, "ValueError"),
         ("\udcff", "UnicodeDecodeError"),
     ],
 )
@@ -974,7 +984,7 @@ def test_a_full_disk_on_resuming_leaves_the_metrics_as_they_were(finished, tmp_p
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["lrr=0.1"], "there is no key 'lrr'; did you mean 'lr'"),
+        (["lrr=0.1"], "There is no key 'lrr'. Did you mean 'lr'"),
         (["lr"], "write key=value"),
         (["lr=fast"], "'fast' is not float"),
         (["affine=maybe"], "'maybe' is not true or false"),

@@ -1,13 +1,12 @@
 """Files that are written completely or not at all, and safe reading of files from others."""
 
 import errno
-import json
 import os
 import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 
 def open_regular(path: str | os.PathLike[str], mode: Literal["rb", "ab"] = "rb") -> BinaryIO:
@@ -19,15 +18,6 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
     """The content of a regular file; anything else raises OSError."""
     with open_regular(path) as file:
         return file.read()
-
-
-def parse_json(content: bytes) -> Any:
-    """Parses JSON; integers of more than 20 digits become floats, which overflow to infinity instead of raising.
-
-    >>> parse_json(b"[-9223372036854775808, 1" + 400 * b"0" + b"]")
-    [-9223372036854775808, inf]
-    """
-    return json.loads(content, parse_int=lambda digits: int(digits) if len(digits) <= 20 else float(digits))
 
 
 def write_atomically(

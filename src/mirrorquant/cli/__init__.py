@@ -16,13 +16,13 @@ Exit codes: 0 done; 1 a problem that the message explains; 2 wrong usage; 130 an
 from __future__ import annotations
 
 import argparse
-import difflib
 import io
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from mirrorquant._registry import suggestion
 from mirrorquant._text import printable
 from mirrorquant._version import __version__
 from mirrorquant.cli import files, runs
@@ -80,8 +80,7 @@ def _parse(given: list[str], parser: argparse.ArgumentParser, commands: list[str
         parser.print_help()
         raise _UsageError("name a command")
     if not given[0].startswith("-") and given[0] not in commands:
-        near = difflib.get_close_matches(given[0], commands, 1, cutoff=0.0)
-        raise _UsageError(f"there is no command {given[0]!r}; did you mean {near[0]!r}?")
+        raise _UsageError(f"There is no command {given[0]!r}.{suggestion(given[0], commands)} See --help.")
     options, unknown = parser.parse_known_args(given)
     takes_keys, others, options.overrides = "words" in options, list[str](), list[str]()
     for word in [*getattr(options, "words", ()), *unknown]:

@@ -63,8 +63,7 @@ def evaluate(options: argparse.Namespace) -> None:
     try:
         result["accuracy"], result["loss"] = accuracy(model, getattr(images, options.split), images)
     except Exception as error:
-        what = f"{images.name}, images of {'x'.join(map(str, images.shape))}"
-        raise PackError(f"{options.what} cannot be tested on {what}: {first_line(error)}") from error
+        raise PackError(f"{options.what} cannot be tested on {images}: {first_line(error)}") from error
     if options.json:
         print(json.dumps(result))
         return

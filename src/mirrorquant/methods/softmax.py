@@ -73,21 +73,23 @@ class PMF(MDSoftmaxS):
         """dL/dũ_λ = β (q_λ − u_λ w) dL/dw."""
         u = self.mirror.project(latent, beta)
         w = self.collapse(u)
-        return torch.stack([beta * (level - u_l * w) * grad for level, u_l in zip(self.levels, u, strict=True)])
+        return torch.stack([beta * self.slope(*pair, w) * grad for pair in zip(self.levels, u, strict=True)])
+
+    def slope(self, level: float, u: Tensor, w: Tensor) -> Tensor:
+        """dw/dũ_λ, divided by β."""
+        return level - u * w
 
 
-class PMFExact(MDSoftmaxS):
+class PMFExact(PMF):
     """Proximal mean-field: gradient descent through the softmax, true Jacobian β (diag(u) − u uᵀ)."""
 
     name = "pmf-exact"
     label = "PMF, exact"
     colour = "#882255"
 
-    def pull_back(self, grad: Tensor, latent: Tensor, beta: Beta) -> Tensor:
-        """dL/dũ_λ = β u_λ (q_λ − w) dL/dw."""
-        u = self.mirror.project(latent, beta)
-        w = self.collapse(u)
-        return torch.stack([beta * u_l * (level - w) * grad for level, u_l in zip(self.levels, u, strict=True)])
+    def slope(self, level: float, u: Tensor, w: Tensor) -> Tensor:
+        """u_λ (q_λ − w): dL/dũ_λ = β u_λ (q_λ − w) dL/dw."""
+        return u * (level - w)
 
 
 class MDSoftmax(MDSoftmaxS):

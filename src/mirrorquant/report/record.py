@@ -7,8 +7,6 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from mirrorquant import _files
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.train import recipes
 from mirrorquant.train.config import KEYS, Config, ConfigError, upgrade
-from mirrorquant.train.metrics import MetricsError, read_metrics
+from mirrorquant.train.metrics import read_metrics
 
 __all__ = ["RecordError", "RunRecord", "read_results"]
 
@@ -51,13 +49,13 @@ class RunRecord:
         """The run in a folder, or in a file: its ``summary.json``, or a copy of that in ``results/``.
 
         Raises:
-            RecordError: a file is missing or damaged.
+            RecordError: a file is missing or damaged; MetricsError for a damaged line of the metrics.
         """
         if path.is_file():
             return cls.of(_read_json(path), path)
         summary = _read_json(path / "summary.json") if (path / "summary.json").exists() else {}
         config = _config(path / "config.json", {"recipe": summary.get("recipe"), **_read_json(path / "config.json")})
-        lines = _read_lines(path / "metrics.jsonl")
+        lines = read_metrics(path / "metrics.jsonl")
         kinds = ("train", "val", "weights")
         return cls(path, config, summary, *({row["step"]: row for row in lines if row["kind"] == k} for k in kinds))
 
@@ -111,7 +109,7 @@ class RunRecord:
     def number(self, key: str) -> float:
         """A number of the summary; raises :class:`RecordError` if it is missing."""
         value = self.summary.get(key)
-        if isinstance(value, int | float) and math.isfinite(value):
+        if isinstance(value, int | float) and abs(value) < 1e300:  # an integer may be larger than any float
             return float(value)
         expected = "expected a finite number: run it again, or remove it"
         raise RecordError(f"{self.path}: {key} of the summary is {value!r:.60}, {expected}")
@@ -122,13 +120,9 @@ class RunRecord:
         return {step: value for step, line in lines if (value := line.get(key)) is not None and math.isfinite(value)}
 
     def quantizes(self, layer: str) -> bool:
-        """Whether a layer is quantized, according to the summary or, before there is one, to the patterns to skip."""
-        if self.config["method"] == "ref":
-            return False
-        if isinstance(rows := self.summary.get("layers"), list):
-            return layer not in [row.get("name") for row in rows if isinstance(row, dict) and row.get("bits") == 32]
-        paths = accumulate(layer.split("."), "{}.{}".format)  # of the modules it is in, and its own
-        return not any(fnmatchcase(path, pattern) for path in paths for pattern in self.config.get("skip", ()))
+        """Whether a layer is quantized: according to the summary, as older runs recorded histograms of all layers."""
+        floats = [row.get("name") for row in self.summary.get("layers", ()) if row.get("bits") == 32]
+        return self.config["method"] != "ref" and layer not in floats
 
     def write_result(self, folder: Path) -> Path:
         """Writes the summary to a folder of results, without the place of this machine's data; returns the file."""
@@ -162,7 +156,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _parsed(file: Path) -> Any:
     try:
-        return _files.parse_json(_files.read_regular(file))
+        return json.loads(_files.read_regular(file))
     except FileNotFoundError as error:
         raise RecordError(f"{file}: no such file; is {file.parent} a run folder?") from error
     except (OSError, ValueError, RecursionError) as error:
@@ -182,29 +176,3 @@ def _config(file: Path, values: dict[str, Any]) -> dict[str, Any]:
     except ConfigError as error:
         raise RecordError(f"{file}: {error}") from error
     return config
-
-
-def _read_lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, with the values that figures need."""
-    if not file.exists():
-        raise RecordError(f"{file}: not readable; is {file.parent} a run folder?")
-    try:
-        rows = read_metrics(file)
-    except MetricsError as error:
-        raise RecordError(str(error)) from error
-    for number, row in enumerate(rows, 1):
-        _check(row, f"{file}, line {number}")
-    return rows
-
-
-def _check(row: dict[str, Any], place: str) -> None:
-    """Raises unless β is a number or null, and histograms have a range and the same number of bins."""
-    try:
-        math.fsum([row.get("beta") or 0])
-        if row["kind"] == "weights":
-            low, high = row["range"]
-            bins = {len(counts) for counts in row["layers"].values() if math.fsum(counts) >= 0}
-            if not low < high + 0.0 or len(bins - {0}) != 1:
-                raise ValueError("its range or its bins are empty")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RecordError(f"{place}: not a line of a run ({error})") from error

@@ -11,7 +11,6 @@ must have a default that reproduces the behavior of earlier versions.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mirrorquant import _files, methods, models, schedules
+from mirrorquant._registry import suggestion
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.levels import BINARY, TERNARY, Levels
 from mirrorquant.methods import Method
@@ -190,7 +190,7 @@ class Config:
         >>> Config.from_recipe("cifar10/resnet18/binary/bc", ["lrr=0.1"])
         Traceback (most recent call last):
         ...
-        mirrorquant.train.config.ConfigError: there is no key 'lrr'; did you mean 'lr'?
+        mirrorquant.train.config.ConfigError: There is no key 'lrr'. Did you mean 'lr'?
         """
         from mirrorquant.train import recipes  # which checks its files against the keys
 
@@ -356,9 +356,8 @@ def _parse(text: str) -> tuple[str, Any]:
     if not equals:
         raise ConfigError(f"{text!r} is not an override: write key=value, as in lr=0.01")
     if name not in _CHANGEABLE:
-        near = difflib.get_close_matches(name.lower(), _CHANGEABLE, 1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else "'mirrorquant train --help' lists them"
-        raise ConfigError(f"there is no key {name!r}; {hint}")
+        hint = suggestion(name, _CHANGEABLE) or " 'mirrorquant train --help' lists them."
+        raise ConfigError(f"There is no key {name!r}.{hint}")
     kind = KEYS[name].type
     try:
         return name, _TYPES[kind][1](value)

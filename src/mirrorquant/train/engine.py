@@ -52,9 +52,8 @@ class PlainEngine:
             with task.autocast():
                 loss = task.objective(self.network(batch.images), batch)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            size = "x".join(map(str, task.data.shape))
-            data = f"{task.data.name}, {len(task.data.classes)} classes of {size} in batches of {len(batch.labels)}"
-            raise EngineError(f"{type(task.model).__name__} cannot train on {data}: {first_line(error)}") from error
+            problem = f"{type(task.model).__name__} cannot train on batches of {len(batch.labels)} from {task.data}"
+            raise EngineError(f"{problem}: {first_line(error)}") from error
         if task.device.type == "cpu" and not bool(torch.isfinite(loss)):
             raise FloatingPointError
         loss.backward()  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import time
@@ -39,13 +40,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
-        row = dict(_files.parse_json(line))
+        row = dict(json.loads(line))
         for name in ["step", *_NEEDED.get(row["kind"], [])]:
             value, types = row[name], (int,) if name == "step" else (int, float)
             if type(value) not in types or value < 0 or value > 1e15:
                 raise ValueError(f"{name} is {str(value)[:60]}")
+        math.fsum([row.get("beta") or 0])  # raises unless it is a number
+        if row["kind"] == "weights":
+            low, high = row["range"]
+            bins = {len(counts) for counts in row["layers"].values() if math.fsum(counts) >= 0}
+            if not low < high + 0.0 or len(bins - {0}) != 1:
+                raise ValueError("the range or the bins of its histograms are empty")
         return row
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise MetricsError(f"{place}: not a line of metrics ({problem}); fix or remove it") from error
 

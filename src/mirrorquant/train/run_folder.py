@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Callable
@@ -83,7 +84,7 @@ class RunFolder:
         """The summary of a run that has ended."""
         path = self.path / "summary.json"
         try:
-            return dict(_files.parse_json(_files.read_regular(path)))
+            return dict(json.loads(_files.read_regular(path)))
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise RunError(f"{path} cannot be read: the run has not ended, or was altered") from error
 
@@ -114,10 +115,6 @@ class RunFolder:
         if problems:
             raise CheckpointError(f"no undamaged checkpoint is left: {'; '.join(problems)}")
         return None
-
-    def best(self) -> Best:
-        """The best rounded network of the run."""
-        return Best.load(self.path)
 
 
 @dataclass(frozen=True)

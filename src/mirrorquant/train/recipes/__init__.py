@@ -9,7 +9,6 @@ keys that have an effect: REF has no ``levels``, and only SGD has ``momentum``.
 """
 
 import copy
-import difflib
 import functools
 import sys
 from importlib import resources
@@ -20,6 +19,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from mirrorquant._registry import suggestion
 from mirrorquant.train.config import ConfigError
 
 __all__ = ["RecipeError", "get", "names"]
@@ -50,13 +50,12 @@ def get(name: str) -> dict[str, Any]:
     >>> get("cifar10/resnet18/md-tanh-s")
     Traceback (most recent call last):
     ...
-    mirrorquant.train.recipes.RecipeError: no recipe 'cifar10/resnet18/md-tanh-s'; did you mean
+    mirrorquant.train.recipes.RecipeError: There is no recipe 'cifar10/resnet18/md-tanh-s'. Did you mean
     'cifar10/...md-tanh-s'? ...
     """
     recipes = _recipes()
     if name not in recipes:
-        near = difflib.get_close_matches(name, recipes, n=1, cutoff=0.0)
-        raise RecipeError(f"no recipe {name!r}; did you mean {near[0]!r}? `mirrorquant recipes` lists all")
+        raise RecipeError(f"There is no recipe {name!r}.{suggestion(name, recipes)} `mirrorquant recipes` lists all.")
     return copy.deepcopy(recipes[name])
 
 
