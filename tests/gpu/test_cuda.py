@@ -6,6 +6,8 @@ Needs nothing but the package's own dependencies; pytest collects it too.
 """
 
 import copy
+import os
+import signal
 import tempfile
 import unittest
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 
 import mirrorquant as mq
-from mirrorquant.train import Config, EngineError, Run, build
+from mirrorquant.train import Config, EngineError, Interrupted, Run, build
 from mirrorquant.train.engine import PlainEngine, choose
 from mirrorquant.train.graph import GraphEngine
 
@@ -116,13 +118,18 @@ class OnCuda(unittest.TestCase):
                 self.assert_captured_steps_are_plain(make)
 
     def stopped(self, config, name, steps):
-        """The folder of a run that was stopped after some steps, with a checkpoint."""
+        """The folder of a run that a signal stopped after some steps."""
         run = Run(config, self.folder / name, quiet=True)
-        for _ in range(steps):
-            run.advance()
-        run.saved = 0.0
-        run._save()
-        run.folder.release()
+        advance = run.advance
+
+        def advance_and_stop():
+            advance()
+            if run.step == steps:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        run.advance = advance_and_stop
+        with self.assertRaises(Interrupted):
+            run.train()
         return self.folder / name
 
     def test_a_stopped_run_resumes(self):
