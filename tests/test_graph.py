@@ -141,7 +141,7 @@ class Counted(mq.Method):
 
 
 CUSTOM = {"clip": (Clip(), 1), "centred": (Centred(), 5), "counted": (Counted(), 5)}
-CUSTOM |= {how: (mq.methods.MDTanhS(scale=mq.Scale("channel", how)), 5) for how in ("fixed", "computed")}
+CUSTOM |= {how: (mq.methods.MDTanhS(mq.levels.auto(per="channel", how=how)), 5) for how in ("fixed", "computed")}
 
 
 @pytest.mark.parametrize("name", CUSTOM)
@@ -157,7 +157,7 @@ def test_any_method_trains_alike_and_elementwise_ones_in_one_tensor(name):
 
 def test_learnt_scales_train_alike():
     """With SGD: batch norm makes their gradients rounding errors, which Adam would blow up."""
-    method = mq.methods.MDTanhS(scale=mq.Scale("channel", "learnt"))
+    method = mq.methods.MDTanhS(mq.levels.auto(per="channel", how="learnt"))
 
     def make():
         return with_optimizer(build.task(config()), method, torch.optim.SGD, momentum=0.9)

@@ -23,9 +23,9 @@ def test_nearest_is_the_level_at_the_smallest_distance(values, weights):
         assert abs(w - q) == min(abs(w - level) for level in values)
 
 
-@pytest.mark.parametrize("text", ["binary", "01"])
-def test_text_is_no_level_set(text):
-    with pytest.raises(TypeError, match=rf"levels are '{text}', but they must be a sequence of numbers: try"):
+@pytest.mark.parametrize("text", ["Binary", "01"])
+def test_other_text_is_no_level_set(text):
+    with pytest.raises(TypeError, match=rf"levels are '{text}', but they must be a sequence of numbers such as"):
         Levels.of(text)
 
 

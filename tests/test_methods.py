@@ -11,6 +11,7 @@ from torch import nn
 
 import mirrorquant as mq
 from mirrorquant import BINARY, TERNARY, Levels, methods
+from mirrorquant.levels import Scale
 
 BETA = 3.0
 
@@ -429,18 +430,19 @@ def test_state_beyond_the_latent_is_kept_saved_and_resumed():
     assert (w[opt.state[w]["mask"] == 0] == -1).all()
 
 
-SCALES = [mq.Scale(per, how) for per in ("tensor", "channel") for how in ("fixed", "computed", "learnt")]
+SCALES = [Scale(per, how) for per in ("tensor", "channel") for how in ("fixed", "computed", "learnt")]
 
 
 @pytest.mark.parametrize("levels", [BINARY, TERNARY])
 @pytest.mark.parametrize("scale", SCALES, ids=str)
 @pytest.mark.parametrize("name", ["md-tanh-s", "bc", "gd-tanh", "md-softmax-s"])
 def test_weights_are_levels_times_their_scale(name, scale, levels):
-    method = methods.get(name, levels, scale)
+    scaled = mq.levels.auto(levels, per=scale.per, how=scale.how)
     if scale.how == "computed" and name == "md-softmax-s":
-        with pytest.raises(ValueError, match="from which no scale can be computed"):
-            quadratic(method, 1)
+        with pytest.raises(ValueError, match="no latents to compute a scale from: fix or learn it"):
+            methods.get(name, scaled)
         return
+    method = methods.get(name, scaled)
     w, opt, _ = quadratic(method, 30)
     factor = opt.state[w]["scale"]
     assert factor.shape == ((6, 1) if scale.per == "channel" else (1, 1))
@@ -464,13 +466,80 @@ def test_weights_are_levels_times_their_scale(name, scale, levels):
 
 
 def test_a_fixed_scale_per_tensor_is_the_method_on_scaled_levels():
-    w, opt, _ = quadratic(methods.MDTanhS(scale=mq.Scale()), 25)
+    w, opt, _ = quadratic(methods.MDTanhS(mq.levels.auto(how="fixed")), 25)
     other, _, _ = quadratic(methods.MDTanhS(float(opt.state[w]["scale"]) * BINARY), 25)
     torch.testing.assert_close(w, other)
 
 
+def test_he_scales_depend_on_the_shape_alone():
+    scale = Scale("channel", "fixed", "he")
+    assert torch.equal(scale.of(torch.randn(4, 3, 5, 5), BINARY), torch.full((4, 1, 1, 1), math.sqrt(2 / 75)))
+    assert float(Scale(size="he").of(torch.randn(8), TERNARY)) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="depends on the shape alone"):
+        Scale(how="computed", size="he")
+
+
+def initialized(how):
+    weight, generator = torch.empty(96, 128), torch.Generator().manual_seed(5)
+    how(weight, generator=generator)
+    return weight
+
+
+INITIALIZATIONS = {
+    "kaiming": nn.init.kaiming_uniform_,
+    "xavier": nn.init.xavier_normal_,
+    "orthogonal": nn.init.orthogonal_,
+    "wide": lambda w, generator: nn.init.normal_(w, std=30.0, generator=generator),
+    "narrow": lambda w, generator: nn.init.trunc_normal_(w, std=1e-4, generator=generator),
+}
+
+
+@pytest.mark.parametrize("how", INITIALIZATIONS)
+@pytest.mark.parametrize("per", ["tensor", "channel"])
+@pytest.mark.parametrize(
+    "name", [name for name in methods.names() if name not in ("ref", "md-tanh", "md-tanh-bounded")]
+)
+def test_ternary_starts_with_about_a_third_of_the_weights_on_each_level(name, per, how):
+    w = nn.Parameter(initialized(INITIALIZATIONS[how]))
+    levels = mq.levels.auto("ternary", per=per)
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.1), name, levels, mq.schedules.until(10))
+    assert all(0.22 < share < 0.47 for share in mq.health(opt).tensors[0].shares)
+
+
+@pytest.mark.parametrize("name", ["md-tanh-s", "gd-tanh"])
+@pytest.mark.parametrize("levels", ["binary", "ternary"])
+def test_with_a_scale_that_follows_training_starts_from_the_models_own_weights(name, levels):
+    initial = initialized(nn.init.xavier_uniform_)
+    w = nn.Parameter(initial.clone())
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.1), name, levels, mq.schedules.until(10))
+    torch.testing.assert_close(w.detach(), initial, rtol=1e-4, atol=1e-7)
+    assert opt.start_gap < 1e-5
+    with torch.no_grad():
+        w[0, 0] = 100.0  # far outside the hull of all others
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.1), name, levels, mq.schedules.until(10))
+    assert opt.start_gap > 0.5
+    torch.testing.assert_close(w.detach()[1:], initial[1:], rtol=1e-4, atol=1e-7)
+    assert "differ by" in repr(opt)
+
+
+def test_the_hull_narrows_to_the_levels():
+    method = methods.MDTanhS("binary")
+    w, opt, _ = quadratic(method, 30)
+    state = opt.state[w]
+    wide, narrow = method.image(state, 1.0), method.image(state, 1e6)
+    assert float(wide.abs().max()) > float(state["scale"])
+    torch.testing.assert_close(narrow.abs(), state["scale"].expand_as(w), rtol=1e-4, atol=0)
+
+
+def test_levels_that_fit_each_layer_need_to_know_the_end_of_training():
+    w = nn.Parameter(torch.randn(4, 4))
+    with pytest.raises(ValueError, match=r"needs anneal=mq\.schedules\.until\(steps\)"):
+        mq.MirrorDescent(torch.optim.SGD([w], lr=0.1), levels="binary")
+    mq.MirrorDescent(torch.optim.SGD([w], lr=0.1), "bc", "binary")  # which is not annealed
+
+
 def test_weights_loaded_from_inside_quantized_are_kept_with_their_scale():
-    method = methods.MDTanhS(scale=mq.Scale("channel", "learnt"))
+    method = methods.MDTanhS(mq.levels.auto(per="channel", how="learnt"))
     w, opt, _ = quadratic(method, 10)
     with opt.quantized():
         best = w.detach().clone()
@@ -487,23 +556,25 @@ def test_a_state_fits_the_same_options_alone():
     quadratic(methods.MD(mirror=tanh), 4, state, start=3)
     with pytest.raises(ValueError, match="build it as it was"):
         quadratic(methods.MD(mirror=atan), 4, state, start=3)
-    state = quadratic(methods.MDTanhS(scale=mq.Scale("channel")), 3)[1].state_dict()
+    state = quadratic(methods.MDTanhS(mq.levels.auto(per="channel", how="fixed")), 3)[1].state_dict()
     with pytest.raises(ValueError, match="build it as it was"):
         quadratic(methods.MDTanhS(), 4, state, start=3)
     with pytest.raises(ValueError, match="build it as it was"):
-        quadratic(methods.MDTanhS(scale=mq.Scale("channel", "computed")), 4, state, start=3)
+        quadratic(methods.MDTanhS(mq.levels.auto(per="channel", how="computed")), 4, state, start=3)
 
 
 def test_bad_scales_are_refused():
     with pytest.raises(ValueError, match="per is 'row', but it must be one of tensor, channel"):
-        mq.Scale("row")
-    with pytest.raises(ValueError, match="decides about its scale"):
-        methods.get(methods.BC(), scale=mq.Scale())
+        Scale("row")
+    with pytest.raises(ValueError, match="brings its own levels"):
+        methods.get(methods.BC(), "binary")
+    with pytest.raises(TypeError, match="or one of 'binary', 'ternary'"):
+        methods.get("bc", "quaternary")
 
 
 def test_learnt_scales_of_several_groups_are_trained_in_float_groups():
-    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
-    opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model), lr=0.1), scale=mq.Scale("channel", "learnt"))
+    model, scaled = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)), mq.levels.auto(per="channel", how="learnt")
+    opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model), lr=0.1), levels=scaled, anneal=mq.schedules.until(9))
     extra = nn.Linear(3, 2)
     opt.add_param_group({"params": [("extra", extra.weight)]})
     weights = [model[0].weight, model[1].weight, extra.weight]

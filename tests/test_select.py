@@ -1,5 +1,7 @@
 """Which parameters are quantized."""
 
+import re
+
 import pytest
 import torch
 from conftest import small_network
@@ -111,6 +113,23 @@ def test_the_optimizer_shows_what_it_quantizes_and_why_not_the_rest():
     assert "skipped (2: pair.weight, pair.bias)" in floats
     assert "normalization (2: norm.weight, norm.bias)" in floats
     assert all("why" not in group for group in (*opt.param_groups, *opt.base.param_groups))
+
+
+def test_levels_that_fit_each_layer_are_shown_with_their_scales():
+    opt = mq.MirrorDescent(torch.optim.Adam(mq.split(Custom())), levels="ternary", anneal=mq.schedules.until(5))
+    _, start, quantized, _ = repr(opt).split("\n")
+    assert start == "  at the start the quantized weights differ by 0.0% from those of the model"
+    assert re.match(r"  md-tanh-s, levels -1, 0, 1 x a computed scale per tensor \([\d.]+ to [\d.]+\): 9 t", quantized)
+
+
+def test_the_first_and_the_last_layer_stay_in_float_by_a_flag():
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(4, 2))
+    floats, quantized = mq.split(model, ends=False)
+    assert names(quantized) == ["2.weight"]
+    reasons = dict(zip(names(floats), floats["why"], strict=True))
+    assert (reasons["1.weight"], reasons["4.weight"]) == ("first layer", "last layer")
+    with pytest.raises(ValueError, match=r"first layer \(1: weight\)"):
+        mq.split(nn.Linear(3, 2), ends=False)
 
 
 def test_a_model_without_such_layers_says_what_there_is_and_what_to_do():

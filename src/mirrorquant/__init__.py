@@ -5,13 +5,14 @@ Implements "Mirror Descent View for Neural Network Quantization" (Ajanthan, Gupt
 one bit a weight.
 """
 
-from mirrorquant import methods, mirrors, models, nn, schedules, theory, train
+from mirrorquant import levels, methods, mirrors, models, nn, schedules, theory, train
 from mirrorquant._version import __version__
 from mirrorquant.calibration import recalibrate
 from mirrorquant.export import export
 from mirrorquant.health import HealthWarning, health
+from mirrorquant.keep import Average, Best
 from mirrorquant.levels import BINARY, TERNARY, Levels
-from mirrorquant.methods import Method, Scale
+from mirrorquant.methods import Method
 from mirrorquant.mirrors import Mirror, mirror_from
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.packing import PackedModel, PackError, load, pack, save, unpack
@@ -21,6 +22,8 @@ from mirrorquant.summary import summary
 __all__ = [
     "BINARY",
     "TERNARY",
+    "Average",
+    "Best",
     "HealthWarning",
     "Levels",
     "Method",
@@ -28,10 +31,10 @@ __all__ = [
     "MirrorDescent",
     "PackError",
     "PackedModel",
-    "Scale",
     "__version__",
     "export",
     "health",
+    "levels",
     "load",
     "methods",
     "mirror_from",

@@ -9,6 +9,10 @@
 >>> print(report)
 tensor  weights  share of weights per level       gap  beta  |latent|
 weight      512  -0.1: 32 %  0: 38 %  0.1: 30 %  32 %  1     0.065
+>>> x, y = torch.randn(32, 64), torch.randint(8, (32,))
+>>> report = mq.health(opt, lambda: nn.functional.cross_entropy(model(x), y))
+>>> report.soft_loss < report.rounded_loss
+True
 >>> for problem in report.problems:
 ...     print(problem)
 rounding moves the weights of weight by 32% of the distance between levels on average, more than 5% (beta is 1,
@@ -21,7 +25,7 @@ half the difference between the two largest. If β times it is well above 1, mos
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -76,6 +80,8 @@ class Health:
     """The report of :func:`health`: one entry per quantized tensor; as text, a table."""
 
     tensors: tuple[TensorHealth, ...]
+    soft_loss: float | None = None
+    rounded_loss: float | None = None
 
     @property
     def problems(self) -> list[str]:
@@ -91,7 +97,7 @@ class Health:
                 names.setdefault(t.main_level, []).append(t.name)
         return [
             f"all weights of {len(found)} of {len(self.tensors)} quantized tensors ({listed(found)}) round to {level:g}"
-            ", so they hold no information: use levels scaled to the weights, or skip these layers"
+            ", so they hold no information: use levels that fit each layer (mq.levels.auto), or skip these layers"
             for level, found in sorted(names.items())
         ]
 
@@ -114,17 +120,29 @@ class Health:
         for t in self.tensors:
             shares = "  ".join(f"{level:g}: {share:.0%}" for level, share in zip(t.levels, t.shares, strict=True))
             rows.append([t.name, f"{t.count:,}", shares, f"{t.gap:.0%}", f"{t.beta:.3g}", f"{t.latent:.2g}"])
-        return table([[cell.replace("%", " %") for cell in row] for row in rows], right=("weights", "gap"))
+        lines = [table([[cell.replace("%", " %") for cell in row] for row in rows], right=("weights", "gap"))]
+        if self.soft_loss is not None:
+            lines.append(f"loss {self.soft_loss:.4g}, rounded {self.rounded_loss:.4g}")
+        return "\n".join(lines)
 
 
-def health(opt: MirrorDescent) -> Health:
+def health(opt: MirrorDescent, loss: Callable[[], Tensor | float] | None = None) -> Health:
     """Reports on an optimizer's quantized tensors, with the model's weights as they are now.
 
     Call it during training, outside ``quantized()``, to see whether the network could be rounded now; ``finalize()``
     warns of the same problems. With distributed tensors, each process reports on its own part.
+
+    Args:
+        opt: the optimizer.
+        loss: computes the loss on a batch or on a whole loader. It is called twice, with the weights as they are and
+            rounded; put the model into ``eval`` mode before, or batch norm hides the difference.
     """
-    found = []
+    found, losses = [], []
     with torch.no_grad():
+        if loss is not None:
+            losses.append(float(loss()))
+            with opt.quantized():
+                losses.append(float(loss()))
         for q in opt._quantized():
             levels, weight, scale = q.method.levels, q.weight.detach(), q.state.get("scale", 1.0)
             on_levels = levels.holds(weight, q.state.get("scale"))
@@ -132,7 +150,7 @@ def health(opt: MirrorDescent) -> Health:
             shares, gap = _compared(local(weight / scale), local(rounded), levels)
             typical = _typical(local(q.state["latent"] / scale), local(weight))
             found.append(TensorHealth(q.name, levels, weight.numel(), shares, gap, float(q.beta), typical))
-    return Health(tuple(found))
+    return Health(tuple(found), *losses)
 
 
 def advice(opt: MirrorDescent, learnt: Collection[Tensor]) -> str:
@@ -151,10 +169,8 @@ def advice(opt: MirrorDescent, learnt: Collection[Tensor]) -> str:
     size = float(torch.cat([initial[name].abs().double().flatten() for name in names]).mean())
     near = [f"{t:g}" for pair, t in zip(pairwise(levels), levels.thresholds, strict=True) if level in pair]
     nearest = "nearest thresholds are" if len(near) > 1 else "nearest threshold is"
-    remedy = "choose levels on the scale of the weights"
-    if levels.centre == 0 and size > 0:
-        known = {BINARY: "mq.BINARY", TERNARY: "mq.TERNARY"}.get(levels, f"mq.{levels}")
-        remedy += f", as in levels={levels.fit * size:.2g} * {known}"
+    known = {BINARY: "'binary'", TERNARY: "'ternary'"}.get(levels, f"mq.levels.auto({list(levels)})")
+    remedy = f"levels={known} fits the levels to each layer" if levels.centre == 0 else "choose levels that fit them"
     return (
         f"all weights of {len(names)} of {len(initial)} quantized tensors ({listed(names)}) start at the level "
         f"{level:g}: the {nearest} {' and '.join(near)}, but the mean |weight| is {size:.2g}. Training "

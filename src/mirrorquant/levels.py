@@ -7,29 +7,40 @@ Levels(-1.0, 0.0, 1.0)
 Levels(-0.5, 0.5)
 >>> mq.BINARY.nearest(torch.tensor([-0.3, 0.0, 2.0]))
 tensor([-1.,  1.,  1.])
+
+The paper fixes the levels at -1, (0,) +1. :func:`auto` fits them to each layer by a scale; ``levels="binary"`` and
+``levels="ternary"`` are short for it.
+
+>>> mq.levels.auto("ternary", per="channel")
+Levels(-1.0, 0.0, 1.0, scale=Scale(per='channel', how='auto', size='mean'))
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-__all__ = ["BINARY", "TERNARY", "Levels"]
+__all__ = ["BINARY", "TERNARY", "Levels", "Scale", "auto"]
+
+ROOM = 3.0  # of the hull beyond the levels at β = 1, in units of the final scale
 
 
 class Levels(tuple[float, ...]):
-    """An ordered set of two or more quantization levels.
+    """An ordered set of two or more quantization levels, perhaps with a :class:`Scale` that fits them to each layer.
 
     >>> q = Levels(-1, 0.25, 1)
     >>> q.thresholds, q.centre, q.radius
     ((-0.375, 0.625), 0.0, 1.0)
     """
 
-    def __new__(cls, *values: float) -> Levels:
+    scale: Scale | None
+
+    def __new__(cls, *values: float, scale: Scale | None = None) -> Levels:
         try:
             levels = super().__new__(cls, map(float, values))
         except (TypeError, ValueError) as error:
@@ -37,13 +48,17 @@ class Levels(tuple[float, ...]):
         if len(levels) < 2 or not all(map(math.isfinite, levels)) or any(a >= b for a, b in pairwise(levels)):
             expected = "two or more finite numbers that increase strictly: try Levels(-1, 1)"
             raise ValueError(f"levels are {list(levels)}, but they must be {expected}")
+        levels.scale = scale
         return levels
 
     @staticmethod
-    def of(values: Iterable[float]) -> Levels:
-        """Levels as they are, or made from a plain sequence such as ``[-1, 0, 1]``."""
+    def of(values: Iterable[float] | str) -> Levels:
+        """Levels as they are, or from a sequence such as ``[-1, 0, 1]``; "binary" and "ternary" fit each layer."""
+        if isinstance(values, str) and values in _NAMES:
+            return auto(values)
         if isinstance(values, str) or not isinstance(values, Iterable):
-            raise TypeError(f"levels are {values!r}, but they must be a sequence of numbers: try [-1, 0, 1]")
+            expected = "a sequence of numbers such as [-1, 0, 1], or one of " + ", ".join(map(repr, _NAMES))
+            raise TypeError(f"levels are {values!r}, but they must be {expected}")
         return values if isinstance(values, Levels) else Levels(*values)
 
     @property
@@ -111,8 +126,62 @@ class Levels(tuple[float, ...]):
         return tuple(self)
 
     def __repr__(self) -> str:
-        return f"Levels({', '.join(map(str, self))})"
+        scale = [] if self.scale is None else [f"scale={self.scale}"]
+        return f"Levels({', '.join([*map(str, self), *scale])})"
 
 
 BINARY = Levels(-1, 1)
 TERNARY = Levels(-1, 0, 1)
+_NAMES = {"binary": BINARY, "ternary": TERNARY}
+_CHOICES = {"per": ("tensor", "channel"), "how": ("auto", "fixed", "computed", "learnt"), "size": ("mean", "he")}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A factor c > 0 on the levels of a tensor: w = c · P(w̃ / c), so that the levels fit the weights.
+
+    Args:
+        per: one factor per "tensor", or one per output "channel" (dimension 0) of a matrix or kernel.
+        how: "fixed" as computed from the initial weights; "computed" again from the latent at each step; or "learnt" by
+            the base optimizer with dL/dc = Σ P(w̃ / c) · dL/dw. "auto" is "computed" for the methods whose latent is
+            on the scale of the weights, and "fixed" for the others.
+        size: "mean" for :attr:`Levels.fit` · mean |w|, or "he" for √(2 / fan-in), which is never "computed".
+    """
+
+    per: str = "tensor"
+    how: str = "auto"
+    size: str = "mean"
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but it must be one of {', '.join(known)}")
+        if self.size == "he" and self.how == "computed":
+            raise ValueError("size is 'he', which depends on the shape alone: choose how='fixed' or 'learnt'")
+
+    def of(self, weight: Tensor, levels: Levels) -> Tensor:
+        """c = fit · mean |w|, or √(2 / fan-in); 1 where all weights are zero.
+
+        >>> Scale("channel").of(torch.tensor([[0.1, -0.3], [0.0, 0.0]]), BINARY)
+        tensor([[0.2000],
+                [1.0000]])
+        """
+        first = 1 if self.per == "channel" and weight.dim() > 1 else 0
+        dims = tuple(range(first, weight.dim()))
+        size = weight.abs().mean(dims, keepdim=True) if dims else weight.abs()
+        if self.size == "he":
+            inputs = weight.numel() / weight.shape[0] if weight.dim() > 1 else weight.numel()
+            return torch.full_like(size, math.sqrt(2 / max(inputs, 1)))
+        return torch.where(size > 0, levels.fit * size, 1.0)
+
+
+def auto(
+    levels: Iterable[float] | str = "binary", *, per: str = "tensor", how: str = "auto", size: str = "mean"
+) -> Levels:
+    """Levels that fit each layer: "binary", "ternary" or any level set, times a :class:`Scale`.
+
+    >>> auto([-1, -0.5, 0.5, 1], how="learnt")
+    Levels(-1.0, -0.5, 0.5, 1.0, scale=Scale(per='tensor', how='learnt', size='mean'))
+    """
+    named = _NAMES.get(levels) if isinstance(levels, str) else None
+    return Levels(*(named or Levels.of(levels)), scale=Scale(per, how, size))

@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from mirrorquant import _owners, methods, schedules
 from mirrorquant.health import HealthWarning, advice, health, local
 from mirrorquant.levels import Levels
-from mirrorquant.methods import REF, Method, Scale
+from mirrorquant.methods import REF, Method
 from mirrorquant.methods.base import State
 from mirrorquant.quantized import Quantized, project, pull_back, settle
 from mirrorquant.schedules import Schedule
@@ -67,13 +67,13 @@ class MirrorDescent(Optimizer):
 
     Args:
         base: a fresh torch optimizer over the model's parameters, as in ``torch.optim.Adam(mq.split(model), lr=1e-3)``.
-            A group may have its own ``method``, ``levels``, ``scale`` and ``anneal``; with ``method="ref"`` it stays
-            in float.
+            A group may have its own ``method``, ``levels`` and ``anneal``; with ``method="ref"`` it stays in float.
         method: a name from ``mq.methods.names()``, or a ``Method`` object.
-        levels: the quantization levels for methods given by name; binary by default.
-        anneal: β as a function of the step.
-        scale: a factor on the levels per tensor or channel, for methods given by name; none by default. A learnt one is
+        levels: the quantization levels for methods given by name. "binary" and "ternary" fit them to each layer (see
+            ``mq.levels.auto``); ``mq.BINARY``, the default, and ``mq.TERNARY`` are the paper's. A learnt scale is
             trained by the base optimizer, in a group that is added for it, with the group's learning rate.
+        anneal: β as a function of the step: ``mq.schedules.until(steps)`` for training of that length. The default is
+            ``geometric(1.02, every=200)``, the paper's for 100,000 steps; levels that fit each layer have none.
         check_gradients: raise an error for NaN or infinite gradients (reads the gradients once per step, which
             synchronizes on CUDA). Skipped in compiled steps.
 
@@ -84,15 +84,16 @@ class MirrorDescent(Optimizer):
     base: Optimizer
     steps: int
     finalized: bool
+    start_gap: float
+    """How far the weights were moved when training started, relative to their size."""
 
     def __init__(
         self,
         base: Optimizer,
         method: str | Method = "md-tanh-s",
-        levels: Iterable[float] | None = None,
-        anneal: Schedule = schedules.geometric(1.02, every=200),  # noqa: B008 (frozen)
+        levels: Iterable[float] | str | None = None,
+        anneal: Schedule | None = None,
         *,
-        scale: Scale | None = None,
         check_gradients: bool = True,
     ) -> None:
         if not isinstance(base, Optimizer) or isinstance(base, MirrorDescent):
@@ -103,9 +104,9 @@ class MirrorDescent(Optimizer):
             raise ValueError("the base optimizer has a learning-rate scheduler: attach it to MirrorDescent instead")
         _keep_out_of_graphs()
         levels = None if levels is None else Levels.of(levels)
-        methods.get(method, levels, scale)
+        methods.get(method, levels)
         self.base, self.steps, self.finalized = base, 0, False
-        self._check_gradients, self._levels, self._scale = check_gradients, levels, scale
+        self._check_gradients, self._levels = check_gradients, levels
         self._constructed = self._inside_quantized = False
         self._versions: dict[Tensor, tuple[int, int]] = {}
         self._names: dict[Tensor, str] = {}
@@ -116,7 +117,7 @@ class MirrorDescent(Optimizer):
             raise ValueError(f"method is {method!r}, but no parameter is left to quantize: all groups are 'ref'")
         for ours, theirs in zip(self.param_groups, base.param_groups, strict=True):
             theirs["params"][:] = self._moved(ours)  # in place: LBFGS keeps the list
-            for key in (*_OURS, "levels", "scale", "why"):
+            for key in (*_OURS, "levels", "why"):
                 theirs.pop(key, None)
         if base.state:  # Adagrad has state from the start: replace it by that of the latents
             base.state.clear()
@@ -136,9 +137,10 @@ class MirrorDescent(Optimizer):
         group = dict(param_group)
         why = group.pop("why", ())
         method = group.get("method", self.defaults["method"])
-        levels, scale = (self._levels, self._scale) if isinstance(method, str) else (None, None)
-        levels, scale = group.pop("levels", levels), group.pop("scale", scale)
-        group["method"] = method = methods.get(method, levels, None if method == "ref" else scale)
+        levels = group.pop("levels", self._levels if isinstance(method, str) and method != "ref" else None)
+        group["method"] = method = methods.get(method, levels)
+        if group.setdefault("anneal", self.defaults["anneal"]) is None:
+            group["anneal"] = _default_anneal(method)
         if self.finalized and not isinstance(method, REF):
             raise RuntimeError(f"the optimizer is finalized: a new group can only be 'ref', not {method}")
         group["beta"] = beta_at({**self.defaults, **group}, self.steps)
@@ -189,6 +191,14 @@ class MirrorDescent(Optimizer):
         self._advance([beta_at(group, steps) for group in self.param_groups])
         self._write(rounded=False)
 
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Writes the images of the latents after someone has changed these, as an average of them does."""
+        for q in self._quantized():
+            if q.method.scale is not None and q.method.scale.how == "computed":
+                q.state["scale"].copy_(q.method.scale.of(q.state["latent"], q.method.levels))
+        self._write(rounded=False)
+
     @contextmanager
     def quantized(self) -> Iterator[None]:
         """Exact levels inside, soft weights again afterwards, even after an exception."""
@@ -233,11 +243,17 @@ class MirrorDescent(Optimizer):
     def __repr__(self) -> str:
         """The tensors per method and levels, and those that stay in float, with the reason."""
         lines = [f"MirrorDescent({type(self.base).__name__}, step {self.steps}{', finalized' * self.finalized})"]
+        if not self.steps and any(group["method"].scale for group in self.param_groups):
+            lines.append(f"  at the start the quantized weights differ by {self.start_gap:.1%} from those of the model")
         floats = []
         for group in self.param_groups:
             method, sizes = group["method"], {self._names[p]: p.numel() for p in group["params"] if p in self.state}
             if sizes:
                 levels, tensors = ", ".join(f"{level:g}" for level in method.levels), "tensor" + "s" * (len(sizes) > 1)
+                if method.scale is not None:
+                    scales = torch.cat([self.state[p]["scale"].flatten() for p in group["params"] if p in self.state])
+                    low, high = (f"{float(c):.2g}" for c in (local(scales).min(), local(scales).max()))
+                    levels += f" x a {method.scale.how} scale per {method.scale.per} ({low} to {high})"
                 title = f"{method.name or type(method).__name__}, levels {levels}: {len(sizes)} {tensors}"
                 lines.append(f"  {title}, {sum(sizes.values()):,} weights ({listed([*sizes])})")
             usual = "method 'ref'" if isinstance(method, REF) else "frozen"
@@ -294,15 +310,26 @@ class MirrorDescent(Optimizer):
     def _begin(self, groups: list[Group], learnt: Collection[Tensor]) -> None:
         """Writes the first images of new latents; puts learnt scales into float groups without weight decay."""
         found = advice(self, learnt)
+        self.start_gap = self._gap(learnt)
         self._write(rounded=False)
         for group in groups:
             if group["method"].learns_scale:
                 scales = {f"{self._names[p]}.scale": self.state[p]["scale"] for p in group["params"] if p in self.state}
                 ours = {k: v for k, v in group.items() if k not in (*_OURS, "params", "param_names")}
                 params = [*scales.items()] if "param_names" in group else [*scales.values()]
-                self.add_param_group({**ours, "weight_decay": 0.0, "params": params, "method": "ref", "scale": None})
+                self.add_param_group({**ours, "weight_decay": 0.0, "params": params, "method": "ref"})
         if found:
             warnings.warn(found, HealthWarning, stacklevel=3)
+
+    @torch.no_grad()
+    def _gap(self, learnt: Collection[Tensor]) -> float:
+        """The norm of the change that writing the images makes to the weights, relative to the norm of the weights."""
+        moved = size = 0.0
+        for q in self._quantized():
+            if q.weight in learnt:
+                weight, image = (local(t).double() for t in (q.weight, q.method.image(q.state, q.beta)))
+                moved, size = moved + float((image - weight).square().sum()), size + float(weight.square().sum())
+        return (moved / size) ** 0.5 if size else 0.0
 
     # The parts of a step.
 
@@ -593,6 +620,15 @@ def _keep_out_of_graphs() -> None:
     for name in ("_prepare", "_advance", "_remember"):
         apart = torch.compiler.disable(getattr(MirrorDescent, name))  # type: ignore[no-untyped-call]
         setattr(MirrorDescent, name, apart)
+
+
+def _default_anneal(method: Method) -> Schedule:
+    if method.uses_beta and method.scale is not None:
+        raise ValueError(
+            f"{type(method).__name__} with levels that fit each layer needs anneal=mq.schedules.until(steps), with the "
+            "number of steps that training takes: weights must be on their levels when it ends"
+        )
+    return schedules.geometric(1.02, every=200)
 
 
 def beta_at(group: Group, step: int) -> float:

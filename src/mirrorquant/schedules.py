@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Schedule", "build", "constant", "cosine", "geometric", "linear", "names", "ramp", "step", "warmup"]
+__all__ = ["Schedule", "build", "constant", "cosine", "geometric", "linear", "names", "ramp", "step", "until", "warmup"]
 
 Schedule = Callable[[int], float]
 
@@ -81,6 +81,28 @@ class geometric(_Schedule):
             return min(self.start * self.scale ** -(-step // self.every), self.cap)
         except OverflowError:
             return self.cap
+
+
+@dataclass(frozen=True)
+class until(_Schedule):
+    """From 1 to ``end`` in equal ratios over a ``share`` of training's ``steps``, then ``end``: always hard at the end.
+
+    >>> beta = until(1000)
+    >>> beta(0), round(beta(400), 6), beta(800), beta(1000)
+    (1.0, 100.0, 10000.0, 10000.0)
+    """
+
+    steps: int
+    share: float = 0.8
+    end: float = 1e4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.share <= 1 or self.end < 1:
+            raise ValueError(f"share is {self.share} and end is {self.end}, expected 0 < share <= 1 and end >= 1")
+
+    def __call__(self, step: int) -> float:
+        return float(self.end ** min(step / (self.share * self.steps), 1.0))
 
 
 @dataclass(frozen=True)
@@ -159,7 +181,7 @@ def names() -> list[str]:
     """The schedules that :func:`build` knows.
 
     >>> names()
-    ['constant', 'step', 'geometric', 'ramp', 'linear', 'cosine']
+    ['constant', 'step', 'geometric', 'until', 'ramp', 'linear', 'cosine']
     """
     return [cls.__name__ for cls in _Schedule.__subclasses__() if cls is not warmup]
 

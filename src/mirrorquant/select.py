@@ -40,6 +40,7 @@ def split(
     *,
     skip: Pattern | Sequence[Pattern] = (),
     only: Pattern | Sequence[Pattern] | None = None,
+    ends: bool = True,
     everything: bool = False,
     norms: bool = False,
 ) -> list[dict[str, Any]]:
@@ -59,6 +60,7 @@ def split(
         skip: patterns of parameters that stay in float.
         only: patterns that narrow the selection. A pattern that matches none of the default weights selects all its
             matches: ``only=["*.weight", "pos_embed", nn.Embedding]`` adds a parameter of that name and all embeddings.
+        ends: whether the first and the last of the layers that would be quantized are, too.
         everything: select every trained parameter except those of normalization layers, as the paper does.
         norms: also select the scales and shifts of normalization layers.
 
@@ -86,6 +88,10 @@ def split(
         if not norms:
             reasons |= {p: _NORM for p in _owned(model, NORMS) if p in allowed}
     reasons |= {p: "skipped" for pattern in skip for p in _matching(model, names, pattern)}
+    layers = [m for m in model.modules() if any(reasons.get(p) == "" for p in m.parameters(recurse=False))]
+    if not ends and layers:
+        for layer, reason in ((layers[0], "first layer"), (layers[-1], "last layer")):
+            reasons |= {p: reason for p in layer.parameters(recurse=False) if reasons.get(p) == ""}
     quantized = [(all_names[0], p) for p, all_names in names.items() if not reasons[p]]
     floats = [(all_names[0], p) for p, all_names in names.items() if reasons[p]]
     why = [reasons[p] for _, p in floats]

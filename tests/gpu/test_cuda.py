@@ -105,13 +105,13 @@ class OnCuda(unittest.TestCase):
         self.assert_captured_steps_are_plain(lambda: task(*changed.split()))
 
     def test_custom_methods_and_scales_are_captured(self):
-        scaled = mq.methods.MDTanhS(scale=mq.Scale("channel", "computed"))
+        scaled = mq.methods.MDTanhS(mq.levels.auto(per="channel", how="computed"))
         for method in (Clip(), Centred(), scaled):
 
             def make(method=method):
                 made = task()
                 base = torch.optim.Adam(mq.split(made.model, everything=True), lr=0.01)
-                object.__setattr__(made, "opt", mq.MirrorDescent(base, method))
+                object.__setattr__(made, "opt", mq.MirrorDescent(base, method, anneal=mq.schedules.until(60)))
                 return made
 
             with self.subTest(type(method).__name__):

@@ -24,8 +24,8 @@ A custom projection needs no method at all, and any method can scale its levels 
 
 >>> arctan = mq.mirror_from(lambda x: 2 / torch.pi * torch.atan(x), (-1, 1))
 >>> method = mq.methods.MD(mirror=arctan)
->>> mq.methods.MDTanhS(mq.TERNARY, scale=mq.Scale("channel"))
-MDTanhS(levels=Levels(-1.0, 0.0, 1.0), scale=Scale(per='channel', how='fixed'))
+>>> mq.methods.MDTanhS(mq.levels.auto("ternary", per="channel"))
+MDTanhS(levels=Levels(-1.0, 0.0, 1.0), scale=Scale(per='channel', how='computed', size='mean'))
 
 A module added to this package is imported with it, so its methods are known by name everywhere.
 """
@@ -38,13 +38,13 @@ from collections.abc import Iterable
 
 from mirrorquant._registry import suggestion
 from mirrorquant.levels import BINARY, Levels
-from mirrorquant.methods.base import Method, Scale
+from mirrorquant.methods.base import Method
 from mirrorquant.methods.baselines import BC, PQ, REF
 from mirrorquant.methods.softmax import PMF, MDSoftmax, MDSoftmaxBounded, MDSoftmaxS, PMFExact
 from mirrorquant.methods.tanh import MD, GDTanh, MDTanh, MDTanhBounded, MDTanhS
 
 __all__ = ["BC", "MD", "PMF", "PQ", "REF", "GDTanh", "MDSoftmax", "MDSoftmaxBounded", "MDSoftmaxS", "MDTanh"]
-__all__ += ["MDTanhBounded", "MDTanhS", "Method", "PMFExact", "Scale", "get", "names"]
+__all__ += ["MDTanhBounded", "MDTanhS", "Method", "PMFExact", "get", "names"]
 
 RENAMED = {
     "md-tanh": "md-tanh-bounded",
@@ -60,22 +60,21 @@ for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)
 
 
-def get(method: str | Method, levels: Iterable[float] | None = None, scale: Scale | None = None) -> Method:
-    """A method by name, for the given levels (binary by default) and scale; a method object as it is.
+def get(method: str | Method, levels: Iterable[float] | str | None = None) -> Method:
+    """A method by name, for the given levels (-1 and +1 by default); a method object as it is.
 
     >>> get("md-tanh-s", [-1, 0, 1])
     MDTanhS(levels=Levels(-1.0, 0.0, 1.0))
     """
     if isinstance(method, Method):
-        if levels is not None and Levels.of(levels) != method.levels:
-            raise ValueError(f"{method} brings its own levels, but {Levels.of(levels)} were given too: give one")
-        if scale is not None and scale != method.scale:
-            raise ValueError(f"{method} decides about its scale, but {scale} was given too: give one")
+        given = None if levels is None else Levels.of(levels)
+        if given is not None and (given != method.levels or given.scale is not None):
+            raise ValueError(f"{method} brings its own levels, but {given} were given too: give one")
         return method
     if method not in Method.registry:
         hint = suggestion(str(method), names()) or f" Known are {', '.join(names())}."
         raise ValueError(f"There is no method {method!r}.{hint}")
-    return Method.registry[method](Levels.of(BINARY if levels is None else levels), scale=scale)
+    return Method.registry[method](Levels.of(BINARY if levels is None else levels))
 
 
 def names() -> list[str]:

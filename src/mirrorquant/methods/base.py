@@ -11,46 +11,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mirrorquant.levels import BINARY, Levels
+from mirrorquant.levels import BINARY, ROOM, Levels, Scale
 from mirrorquant.mirrors import Beta
 
-__all__ = ["Method", "Scale", "nearest_or_nan"]
+__all__ = ["Method", "nearest_or_nan"]
 
 State = dict[str, Any]
-_PER, _HOW = ("tensor", "channel"), ("fixed", "computed", "learnt")
 _HOOKS = {"project": 3, "pull_back": 4, "settle": 4, "round": 3}  # with the number of their own arguments
+INSIDE = 0.995  # of the hull: where a weight that lies further out starts
 _PROBES = (-1.5, -0.75, -0.25, 0.25, 0.75, 1.5)
-
-
-@dataclass(frozen=True)
-class Scale:
-    """A factor c > 0 on the levels of a tensor: w = c · P(w̃ / c), so the levels fit the weights.
-
-    Args:
-        per: one factor per "tensor", or one per output "channel" (dimension 0) of a matrix or kernel.
-        how: "fixed" as computed from the initial weights; "computed" again from the latent at each step; or "learnt" by
-            the base optimizer with dL/dc = Σ P(w̃ / c) · dL/dw.
-    """
-
-    per: str = "tensor"
-    how: str = "fixed"
-
-    def __post_init__(self) -> None:
-        for name, known in (("per", _PER), ("how", _HOW)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, but it must be one of {', '.join(known)}")
-
-    def of(self, weight: Tensor, levels: Levels) -> Tensor:
-        """c = fit · mean |w| with :attr:`Levels.fit`; 1 where all weights are zero.
-
-        >>> Scale("channel").of(torch.tensor([[0.1, -0.3], [0.0, 0.0]]), BINARY)
-        tensor([[0.2000],
-                [1.0000]])
-        """
-        first = 1 if self.per == "channel" and weight.dim() > 1 else 0
-        dims = tuple(range(first, weight.dim()))
-        size = weight.abs().mean(dims, keepdim=True) if dims else weight.abs()
-        return torch.where(size > 0, levels.fit * size, 1.0)
 
 
 @dataclass(frozen=True)
@@ -60,11 +29,12 @@ class Method:
     A subclass overrides the hooks ``lift`` to ``round``, which ignore the scale: it is applied around them. Class
     attributes describe the method: ``name`` registers it; ``label`` and ``colour`` are for tables and plots (ours are
     Paul Tol's "muted" colours, which remain distinct with any colour vision); ``uses_beta`` says whether it is
-    annealed, ``lowest_beta`` is its least β, and ``can_decay`` says whether its latents survive L2 weight decay.
+    annealed, ``lowest_beta`` is its least β, ``can_decay`` says whether its latents survive L2 weight decay, and
+    ``can_follow`` whether they stay on the scale of the weights, so that a scale can be computed from them.
 
     Args:
-        levels: the quantization levels.
-        scale: a factor on the levels per tensor or channel; none by default.
+        levels: the quantization levels, which may have a scale.
+        scale: a factor on the levels per tensor or channel; by default that of the levels.
     """
 
     levels: Levels = BINARY
@@ -75,6 +45,7 @@ class Method:
     uses_beta: ClassVar[bool] = True
     lowest_beta: ClassVar[float] = 1.0
     can_decay: ClassVar[bool] = True
+    can_follow: ClassVar[bool] = True
     registry: ClassVar[dict[str, type[Method]]] = {}
     wanted: ClassVar[dict[str, list[str]]] = {}
 
@@ -90,7 +61,15 @@ class Method:
         cls.label = cls.__dict__.get("label", cls.name)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", Levels.of(self.levels))
+        levels = Levels.of(self.levels)
+        scale = self.scale or levels.scale
+        if scale is not None and scale.how == "auto":
+            follows = self.can_follow and scale.size == "mean"
+            scale = dataclasses.replace(scale, how="computed" if follows else "fixed")
+        if scale is not None and scale.how == "computed" and not self.can_follow:
+            raise ValueError(f"{type(self).__name__} has no latents to compute a scale from: fix or learn it")
+        object.__setattr__(self, "levels", Levels(*levels))
+        object.__setattr__(self, "scale", scale)
 
     def __repr__(self) -> str:
         scale = "" if self.scale is None else f", scale={self.scale}"
@@ -111,6 +90,13 @@ class Method:
     def lift(self, weight: Tensor) -> Tensor:
         """The latent that a model's initial weight starts from; extra dimensions come first."""
         return weight
+
+    def invert(self, weight: Tensor, beta: Beta) -> Tensor:
+        """The latent whose image is the weight, which is in the hull: with a scale that follows, training starts there.
+
+        By default the latent is lifted.
+        """
+        return self.lift(weight)
 
     def start(self, weight: Tensor, latent: Tensor) -> dict[str, Tensor]:
         """State beyond the latent, by name: a dual variable, a mask. Hooks change it in place; it is saved."""
@@ -146,11 +132,15 @@ class Method:
         if bool(weight.isnan().any()):
             raise ValueError(f"{name} holds NaN, so there is nothing to quantize: initialize or load it again")
         state: State = {} if self.scale is None else {"scale": self.scale.of(weight, self.levels)}
-        unit = self._unit({"latent": weight, **state})
-        latent = self._checked("lift", name, self.lift(unit), weight.shape).clone()
-        if self.scale is not None and self.scale.how == "computed" and latent.shape != weight.shape:
-            raise ValueError(f"{self} has several latents, from which no scale can be computed: fix or learn it")
-        state["latent"] = self._times(latent, state)
+        hull = self._hull(state, beta)
+        unit, hook = (weight if hull is None else weight / hull), "lift"
+        if self.follows:
+            reach, hook = INSIDE * self.levels.radius, "invert"
+            latent = self.invert(unit.clamp(self.levels.centre - reach, self.levels.centre + reach), beta)
+        else:
+            latent = self.lift(unit)
+        latent = self._checked(hook, name, latent, weight.shape).clone()
+        state["latent"] = latent if hull is None else latent * hull
         state |= {k: self._checked("start", name, v).clone() for k, v in self.start(unit, latent).items()}
         trial = {k: v.clone() for k, v in state.items()}
         self._checked("project", name, self.image(trial, beta), weight.shape)
@@ -160,19 +150,24 @@ class Method:
         return state
 
     def image(self, state: State, beta: Beta) -> Tensor:
-        """The weight: c · project(latent / c)."""
-        return self._times(self._projected(state, beta), state)
+        """The weight: c · project(latent / c), where c is the scale of the hull."""
+        hull, weight = self._hull(state, beta), self._projected(state, beta)
+        return weight if hull is None else weight * hull
 
     def rounded(self, state: State, beta: Beta) -> Tensor:
         """The quantized weight: c · round(latent / c)."""
+        latent, scale = state["latent"], state.get("scale")
+        unit = latent if scale is None else latent / scale
         if type(self).round is Method.round:
-            return self._times(nearest_or_nan(self.levels, self._projected(state, beta)), state)
-        return self._times(self.round(self._unit(state), beta, **self._more("round", state)), state)
+            weight = nearest_or_nan(self.levels, self.project(unit, beta, **self._more("project", state)))
+        else:
+            weight = self.round(unit, beta, **self._more("round", state))
+        return weight if scale is None else weight * scale
 
     def gradient(self, grad: Tensor, state: State, beta: Beta) -> Tensor:
         """The latent's gradient."""
         grad = grad.to(state["latent"].dtype)
-        return self.pull_back(grad, self._unit(state), beta, **self._more("pull_back", state))
+        return self.pull_back(grad, self._unit(state, beta), beta, **self._more("pull_back", state))
 
     def scale_gradient(self, grad: Tensor, state: State, beta: Beta) -> Tensor:
         """The gradient of a learnt scale: Σ P(latent / c) · dL/dw over the weights that share it."""
@@ -183,7 +178,9 @@ class Method:
         """The latent after ``settle``; a scale that moves is brought up to date in place."""
         latent: Tensor = state["latent"]
         if type(self).settle is not Method.settle:
-            latent = self._times(self.settle(self._unit(state), beta, lr, **self._more("settle", state)), state)
+            hull = self._hull(state, beta)
+            latent = self.settle(self._unit(state, beta), beta, lr, **self._more("settle", state))
+            latent = latent if hull is None else latent * hull
         if self.scale is not None and self.scale.how == "computed":
             state["scale"].copy_(self.scale.of(latent, self.levels))
         elif self.learns_scale:
@@ -199,7 +196,8 @@ class Method:
             largest = largest.amax(dims, keepdim=True) / max(map(abs, self.levels)) if weight.numel() else factor
             found["scale"] = torch.where(largest > 0, largest, factor)
             unit = self.levels.nearest(weight / found["scale"])
-        found["latent"] = self._times(self.lift(unit.to(state["latent"].dtype)), found)
+        latent = self.lift(unit.to(state["latent"].dtype))
+        found["latent"] = latent if factor is None else latent * found["scale"]
         return found if self.levels.holds(weight, found.get("scale")) else None
 
     def identity(self) -> str:
@@ -213,7 +211,7 @@ class Method:
         """
         known: dict[str, Any] = {"class": type(self).__name__, "levels": list(self.levels)}
         if self.scale is not None:
-            known["scale"] = [self.scale.per, self.scale.how]
+            known["scale"] = [self.scale.per, self.scale.how, self.scale.size]
         others = [f.name for f in dataclasses.fields(self) if f.name not in ("levels", "scale", "mirror")]
         known.update({name: repr(getattr(self, name)) for name in others})
         try:
@@ -230,18 +228,26 @@ class Method:
         pairs = [*zip(mine.pop("values"), theirs.pop("values", []), strict=False)]
         return bool(mine == theirs) and all(abs(a - b) < 1e-4 for a, b in pairs)
 
+    @property
+    def follows(self) -> bool:
+        """Whether the scale follows the latents, in a hull that is wide while the weights are soft."""
+        return self.uses_beta and self.scale is not None and self.scale.how == "computed"
+
+    def _hull(self, state: State, beta: Beta) -> Tensor | None:
+        """The scale of the hull, if there is one: wider than the levels at first, so that few weights lie outside."""
+        scale: Tensor | None = state.get("scale")
+        return scale * (1 + ROOM / beta) if self.follows and scale is not None else scale
+
     def _projected(self, state: State, beta: Beta) -> Tensor:
-        return self.project(self._unit(state), beta, **self._more("project", state))
+        return self.project(self._unit(state, beta), beta, **self._more("project", state))
 
     def _more(self, hook: str, state: State) -> dict[str, Tensor]:
         return {name: state[name] for name in self.wanted[hook]}
 
-    def _unit(self, state: State) -> Tensor:
+    def _unit(self, state: State, beta: Beta) -> Tensor:
         latent: Tensor = state["latent"]
-        return latent if "scale" not in state else latent / state["scale"]
-
-    def _times(self, unit: Tensor, state: State) -> Tensor:
-        return unit if "scale" not in state else unit * state["scale"]
+        hull = self._hull(state, beta)
+        return latent if hull is None else latent / hull
 
     def _checked(self, hook: str, name: str, value: object, shape: torch.Size | None = None) -> Tensor:
         """A hook's result: floating-point numbers, not NaN, finite if they are weights, and of this shape.
@@ -251,7 +257,8 @@ class Method:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             given = str(getattr(value, "dtype", f"a {type(value).__name__}"))
             raise TypeError(self._wrong(hook, name, given, "a tensor of a floating-point dtype"))
-        if shape is not None and value.shape[value.dim() - len(shape) if hook == "lift" else 0 :] != shape:
+        front = value.dim() - len(shape) if shape is not None and hook in ("lift", "invert") else 0
+        if shape is not None and value.shape[front:] != shape:
             raise ValueError(self._wrong(hook, name, f"shape {tuple(value.shape)}", f"{tuple(shape)}"))
         if bool(value.isnan().any()):
             raise ValueError(self._wrong(hook, name, "NaN", "numbers"))

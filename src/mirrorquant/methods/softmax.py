@@ -24,6 +24,7 @@ class MDSoftmaxS(MD):
     name = "md-softmax-s"
     label = "MD-softmax-S"
     colour = "#117733"
+    can_follow = False
     mirror: Mirror = field(init=False, default_factory=Softmax)
 
     def lift(self, weight: Tensor) -> Tensor:

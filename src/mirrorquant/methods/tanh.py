@@ -32,6 +32,10 @@ class MD(Method):
         """w = P_β(w̃)."""
         return self.mirror.project(latent, beta)
 
+    def invert(self, weight: Tensor, beta: Beta) -> Tensor:
+        """w̃ = P_β⁻¹(w)."""
+        return self.mirror.inverse(weight, beta)
+
 
 @dataclass(frozen=True, repr=False)
 class MDTanhS(MD):
@@ -78,6 +82,7 @@ class MDTanh(MDTanhS):
     label = "MD-tanh"
     colour = "#88ccee"
     can_decay = False  # a latent that has reached its level is infinite
+    can_follow = False  # and grows with β
 
     def __post_init__(self) -> None:
         super().__post_init__()
