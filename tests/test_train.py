@@ -58,7 +58,7 @@ def end_of(folder):
     rows = [{k: v for k, v in row.items() if k != "seconds"} for row in read_metrics(folder / "metrics.jsonl")]
     summary = json.loads((folder / "summary.json").read_text())
     timeless = {k: v for k, v in summary.items() if "seconds" not in k and "per_second" not in k and k != "aside"}
-    del state["seconds"], state["aside"]
+    del state["seconds"], state["aside"], state["metrics"]  # which has the seconds, too
     return flatten([state, best]), rows, timeless
 
 
@@ -1011,7 +1011,7 @@ def test_a_full_disk_on_resuming_leaves_the_metrics_as_they_were(finished, tmp_p
         (["warmup=800"], "warmup is 800, but it must be below iterations, 800"),
         (
             ["lr_schedule=steps"],
-            "lr_schedule is 'steps', but it must be one of constant, step, geometric, linear, cosine",
+            "lr_schedule is 'steps', but it must be one of constant, step, geometric, until, linear, cosine",
         ),
         (["beta_schedule=step", "beta_scale=2", "beta_interval=1"], r"β reaches .*, but it must stay at most 1e\+35"),
         (["finalize_at=0"], "finalize_at is 0.0, but it must be at least 1e-09"),

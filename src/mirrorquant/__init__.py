@@ -5,7 +5,7 @@ Implements "Mirror Descent View for Neural Network Quantization" (Ajanthan, Gupt
 one bit a weight.
 """
 
-from mirrorquant import levels, methods, mirrors, models, nn, schedules, theory, train
+from mirrorquant import data, levels, methods, mirrors, models, nn, schedules, theory, train
 from mirrorquant._version import __version__
 from mirrorquant.calibration import recalibrate
 from mirrorquant.export import export
@@ -32,6 +32,7 @@ __all__ = [
     "PackError",
     "PackedModel",
     "__version__",
+    "data",
     "export",
     "health",
     "levels",

@@ -209,6 +209,7 @@ class Run:
                 "optimizer": self.task.opt.state_dict(),
                 "rng": torch.get_rng_state(),
                 **({"cuda_rng": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}),
+                "metrics": self.metrics.digest.hexdigest(),
                 "config": self.config.text(),
             }
             self.metrics.sync()
@@ -217,21 +218,24 @@ class Run:
     def _restore(self) -> None:
         """Continues from the newest checkpoint that fits, if there is one."""
         self.clock, metrics = process.Clock(self.task.device), self.folder.path / "metrics.jsonl"
-        if (losses := self.folder.restore(self._load, self.say)) is not None:
+        digest = ""
+        if (found := self.folder.restore(self._load, self.say)) is not None:
+            losses, digest = found
             self.engine.losses.fill_(losses)
             self.say(f"continuing after iteration {self.step}")
             if self.step and not metrics.exists():
                 self.say(f"{metrics} is missing: the curves begin here")
         elif metrics.exists():
             self.say(f"there is no checkpoint in {self.folder.path}: starting over")
-        self.metrics = Metrics(self.folder.path, self.step)
+        self.metrics = Metrics(self.folder.path, self.step, digest)
         self.saved = time.monotonic()
         self.progress.begin(self.step)
 
-    def _load(self, state: dict[str, Any]) -> float:
-        """Loads a checkpoint, and returns the losses since the last record; RunError means that it is of another run.
+    def _load(self, state: dict[str, Any]) -> tuple[float, str]:
+        """Loads a checkpoint; RunError means that it is of another run. Version 0.1 wrote no ``logged`` and ``aside``.
 
-        Version 0.1 wrote no ``logged`` and ``aside``.
+        Returns:
+            The losses since the last record, and the digest of the metrics, if the checkpoint has it.
         """
         task, cuda = self.task, self.task.device.type == "cuda"
         theirs = Config.parse(state.get("config", ""), self.folder.path / CHECKPOINT[0])
@@ -258,7 +262,8 @@ class Run:
         self.clock.earlier = float(state["seconds"])
         if "aside" in state:
             self.clock.aside = {name: float(state["aside"][name]) for name in self.clock.aside}
-        return float(state["losses"])
+        digest = state.get("metrics", "")
+        return float(state["losses"]), digest if isinstance(digest, str) else ""  # a dictionary in version 0.1
 
     # The end.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -60,12 +61,16 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
 class Metrics:
     """Appends to ``metrics.jsonl``, and to TensorBoard events where tensorboard is installed."""
 
-    def __init__(self, folder: Path, steps_done: int) -> None:
-        """Keeps the lines of the steps that are done; later ones are recorded again."""
+    def __init__(self, folder: Path, steps_done: int, digest: str = "") -> None:
+        """Keeps the lines of the steps that are done, which must have this digest; later ones are recorded again."""
         self.path = folder / "metrics.jsonl"
         self.events: _Events | None = None
         rows = [row for row in read_metrics(self.path) if row["step"] <= steps_done] if steps_done else []
-        _files.write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode(), MetricsError)
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        self.digest = hashlib.sha256(content)
+        if digest and self.path.exists() and self.digest.hexdigest() != digest:
+            raise MetricsError(f"{self.path} was changed since the checkpoint: restore it, or remove it to continue")
+        _files.write_atomically(self.path, content, MetricsError)
         with self._reporting():
             self.file = self.path.open("ab")
             with suppress(ImportError):
@@ -86,8 +91,10 @@ class Metrics:
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Writes one line; numbers go to TensorBoard as ``kind/name``."""
         numbers = {f"{kind}/{name}": value for name, value in values.items() if isinstance(value, (int, float))}
+        line = (json.dumps({"kind": kind, "step": step, **values}) + "\n").encode()
+        self.digest.update(line)
         with self._reporting():
-            self.file.write((json.dumps({"kind": kind, "step": step, **values}) + "\n").encode())
+            self.file.write(line)
             self.file.flush()
             if self.events and numbers:
                 self.events.write(step, numbers)
