@@ -10,6 +10,7 @@ import pytest
 
 from mirrorquant.report import RecordError, RunRecord, tables
 from mirrorquant.train import recipes
+from mirrorquant.train.config import rescaled
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -19,7 +20,11 @@ import paper_tables  # noqa: E402
 def summary(recipe, accuracy, seed=0, paper=None, overrides=None):
     return {
         "recipe": recipe,
-        "config": {"version": 2, **recipes.get(recipe or "digits/digitsnet/binary/md-tanh-s"), "seed": seed},
+        "config": {
+            "version": 2,
+            **rescaled(recipes.get(recipe or "digits/digitsnet/binary/md-tanh-s"), overrides or {}),
+            "seed": seed,
+        },
         "overrides": overrides or {},
         "paper": paper,
         "val_accuracy": 99.0,

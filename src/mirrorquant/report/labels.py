@@ -53,15 +53,16 @@ def level_values(levels: str | Sequence[float] | None) -> tuple[float, ...]:
         return ()
 
 
-def levels(given: str | Sequence[float] | None) -> str:
+def levels(given: str | Sequence[float] | None, scale: str = "") -> str:
     """Quantization levels as text, from their name or their numbers; only the number and the range of many.
 
-    >>> levels("ternary"), levels([-0.5, 0.5]), levels("-1,-0.5,0,0.5,1"), levels(None)
-    ('-1, 0, +1', '-0.5, +0.5', '5 levels, -1 to +1', 'float')
+    >>> levels("ternary"), levels([-0.5, 0.5], "tensor"), levels("-1,-0.5,0,0.5,1"), levels(None)
+    ('-1, 0, +1', '-0.5, +0.5 × scale', '5 levels, -1 to +1', 'float')
     """
     texts = [f"{value:+.3g}" if value else "0" for value in level_values(given)]
     few = ", ".join(texts) or str(given or "float")
-    return few if len(texts) <= 4 else f"{len(texts)} levels, {texts[0]} to {texts[-1]}"
+    text = few if len(texts) <= 4 else f"{len(texts)} levels, {texts[0]} to {texts[-1]}"
+    return text + " × scale" * bool(scale)
 
 
 def task(config: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from mirrorquant import _files
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.train import recipes
-from mirrorquant.train.config import KEYS, Config, ConfigError, upgrade
+from mirrorquant.train.config import KEYS, Config, ConfigError, rescaled, upgrade
 from mirrorquant.train.metrics import read_metrics
 
 __all__ = ["RecordError", "RunRecord", "read_results"]
@@ -81,6 +81,11 @@ class RunRecord:
         return None if self.config["method"] == "ref" else self.config.get("levels")
 
     @property
+    def scale(self) -> str:
+        """The scale of the levels; empty for none."""
+        return "" if self.levels is None else self.config.get("scale", "")
+
+    @property
     def name(self) -> str:
         """The method by its name in the recipe; by its own name if it was overridden or there is no recipe."""
         recipe, overrides = self.config["recipe"], self.config["overrides"]
@@ -102,7 +107,7 @@ class RunRecord:
         {'levels': 'ternary', 'weight_decay': 0.1}
         """
         name, overrides = self.config["recipe"], self.config["overrides"]
-        recipe = recipes.get(name) if name in recipes.names() else {}
+        recipe = rescaled(recipes.get(name), overrides) if name in recipes.names() else {}
         now = {**overrides, **{k: self.config.get(k, v) for k, v in recipe.items() if k not in overrides}}
         return {k: v for k, v in now.items() if k in _EXPERIMENT and (k not in recipe or recipe[k] != v)}
 

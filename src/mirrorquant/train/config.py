@@ -25,10 +25,10 @@ from mirrorquant import _files, methods, models, schedules
 from mirrorquant._registry import suggestion
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.levels import BINARY, TERNARY, Levels
-from mirrorquant.methods import Method
+from mirrorquant.methods import Method, Scale
 from mirrorquant.schedules import Schedule
 
-__all__ = ["KEYS", "Config", "ConfigError", "Key", "parse_levels", "upgrade"]
+__all__ = ["KEYS", "Config", "ConfigError", "Key", "parse_levels", "parse_scale", "rescaled", "upgrade"]
 
 VERSION = 2
 _LARGEST_LR = 100.0  # multiplied by the largest beta, and by ten for Adam's first step, it is still a float32
@@ -102,6 +102,7 @@ class Config:
     # How weights are quantized.
     method: str = _method("md-tanh-s", "method")
     levels: str = _method("binary", "binary, ternary, or numbers like -1,0,1", used="method!=ref")
+    scale: str = _method("", "factor on the levels, as in tensor or channel-learnt; empty for none", used="method!=ref")
     skip: list[str] = _method([], "patterns of parameters or modules that stay in float", used="method!=ref")  # noqa: RUF009
 
     # The base optimizer and its learning rate.
@@ -134,6 +135,7 @@ class Config:
 
     # Training, and its arithmetic; auto is chosen for speed.
     iterations: int = _training(100000, "training steps", least=1, most=1e15)
+    rescale: bool = _training(True, "other iterations than the recipe's stretch its schedules of lr and β")
     batch_size: int = _training(128, "images per step", least=1)
     eval_every: int = _training(100, "iterations between validations of the rounded network", least=1)
     recalibrate: int = _training(0, "batches to recompute the final batch-norm statistics from; 0 keeps them", least=0)
@@ -195,7 +197,7 @@ class Config:
         from mirrorquant.train import recipes  # which checks its files against the keys
 
         changed = dict(map(_parse, overrides))
-        return cls(**{**recipes.get(name), "recipe": name, **changed, "overrides": changed})
+        return cls(**{**rescaled(recipes.get(name), changed), "recipe": name, **changed, "overrides": changed})
 
     def __getitem__(self, name: str) -> Any:
         return vars(self)[name]
@@ -238,8 +240,8 @@ class Config:
         return idle
 
     def build_method(self) -> Method:
-        """The method, for its levels."""
-        return methods.get(self.method, parse_levels(self.levels))
+        """The method, for its levels and its scale."""
+        return methods.get(self.method, parse_levels(self.levels), parse_scale(self.scale))
 
     def build_lr(self) -> Schedule:
         """The learning rate as a function of the iteration."""
@@ -314,6 +316,37 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
     return current
 
 
+def rescaled(recipe: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe for the iterations in ``changed``: its schedules keep their shape, unless ``rescale`` is false.
+
+    An interval is rounded, for which the factor of β makes up: β ends as before. If the interval itself is changed, the
+    factor stays. ProxQuant's rate is per epoch, so it is divided by what the others are multiplied by.
+
+    >>> rescaled({"iterations": 800, "beta_scale": 1.2, "beta_interval": 5, "lr_interval": 300}, {"iterations": 240})
+    {'iterations': 800, 'beta_scale': 1.27519028302, 'beta_interval': 2, 'lr_interval': 90}
+    """
+    before, new = recipe.get("iterations", Config.iterations), dict(recipe)
+    after = changed.get("iterations", before)
+    KEYS["iterations"].check("iterations", after)
+    if before == after or not {"rescale": True, **recipe, **changed}["rescale"]:
+        return new
+    for name in new.keys() & {"lr_interval", "beta_interval", "warmup"}:
+        new[name] = max(1, round(recipe[name] * after / before)) if recipe[name] else 0
+    if "warmup" in new:
+        new["warmup"] = min(new["warmup"], after - 1)
+    if "beta_interval" in new and "beta_interval" not in changed:
+        power = new["beta_interval"] * before / (recipe["beta_interval"] * after)
+        new["beta_scale"] = min(_short(recipe["beta_scale"] ** power), _LARGEST_BETA)
+    if "pq_rate" in new:
+        new["pq_rate"] = _short(recipe["pq_rate"] * before / after)
+    return new
+
+
+def _short(value: float) -> float:
+    """A number without the digits in which machines differ."""
+    return float(f"{value:.12g}")
+
+
 def parse_levels(text: str) -> Levels:
     """``binary``, ``ternary``, or numbers such as ``-1,0,0.5,1``.
 
@@ -324,6 +357,19 @@ def parse_levels(text: str) -> Levels:
         return {"binary": BINARY, "ternary": TERNARY}.get(text) or Levels(*map(float, text.split(",")))
     except ValueError as error:
         raise ConfigError(f"levels is {text!r}, but it must be {KEYS['levels'].help}: {error}") from error
+
+
+def parse_scale(text: str) -> Scale | None:
+    """``tensor`` or ``channel``, alone or with how the scale is found, as in ``channel-learnt``; empty for none.
+
+    >>> parse_scale("channel-learnt")
+    Scale(per='channel', how='learnt')
+    """
+    try:
+        return Scale(*text.split("-", 1)) if text else None
+    except ValueError as error:
+        expected = "tensor or channel, which -fixed, -computed or -learnt may follow"
+        raise ConfigError(f"scale is {text!r}, but it must be {expected}: {error}") from error
 
 
 def _digest(content: dict[str, Any]) -> str:

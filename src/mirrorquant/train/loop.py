@@ -176,12 +176,14 @@ class Run:
 
     @torch.no_grad()
     def _histograms(self) -> None:
+        """Records where the weights are, in units of their scale: there the levels are the same for all layers."""
         self.engine.sync()
         levels, rows = self.config.build_method().levels, {}
         low, high = levels.centre - 1.1 * levels.radius, levels.centre + 1.1 * levels.radius
         for name, p in self.task.model.named_parameters():
             if p.dim() > 1 and (p in self.task.opt.state or self.config.method == "ref"):
-                rows[name] = torch.histc(p.float().clamp(low, high).cpu(), BINS, low, high).int().tolist()
+                unit = (p / self.task.opt.state.get(p, {}).get("scale", 1)).float()
+                rows[name] = torch.histc(unit.clamp(low, high).cpu(), BINS, low, high).int().tolist()
         self.metrics.write("weights", self.step, range=[low, high], layers=rows)
 
     def _diverged(self, step: int) -> RunError:
