@@ -145,7 +145,7 @@ def fingerprint(state):
 
 def test_the_best_rounded_network_is_tested_and_the_last_one_soft_and_rounded(tmp_path):
     """Validation is made up: the best has an equal before, and comes before the run is stopped."""
-    run, kept = Run(config(), tmp_path / "run", quiet=True), {}
+    run, kept = Run(config("rescale=false"), tmp_path / "run", quiet=True), {}
 
     def score():
         with run.task.opt.quantized():
@@ -1006,14 +1006,14 @@ def test_a_full_disk_on_resuming_leaves_the_metrics_as_they_were(finished, tmp_p
         (["lr=1e39"], r"lr is 1e\+39, but it must be at most 100"),
         (
             ["lr_scale=1.1", "lr_interval=1"],
-            "the learning rate reaches .*, but it must stay at most 100: lower lr and lr_scale",
+            "the learning rate reaches .*, but it must stay from 0 to 100: change lr and lr_scale",
         ),
         (["warmup=800"], "warmup is 800, but it must be below iterations, 800"),
         (
             ["lr_schedule=steps"],
             "lr_schedule is 'steps', but it must be one of constant, step, geometric, linear, cosine",
         ),
-        (["beta_schedule=step", "beta_scale=2", "beta_interval=1"], r"β reaches .*, but it must stay at most 1e\+35"),
+        (["beta_schedule=step", "beta_scale=2", "beta_interval=1"], r"β reaches .*, but it must stay from 0 to 1e\+35"),
         (["finalize_at=0"], "finalize_at is 0.0, but it must be at least 1e-09"),
         (["lr_scale=1e300", "lr_interval=1"], "the learning rate reaches inf in 800 iterations"),
         (["optimizer=lion"], "one of adam, adamw, sgd"),

@@ -87,7 +87,7 @@ class _Line:
 
     def betas(self) -> dict[int, float]:
         """β by step, for methods that anneal it; the seeds share one schedule. A log axis has no place for zero."""
-        method = Method.registry.get(self.runs[0].config["method"], Method)
+        method = labels.known_method(self.runs[0].config["method"])
         longest = max((run.series("train", "beta") for run in self.runs), key=len)
         return {step: beta for step, beta in longest.items() if method.uses_beta and beta > 0}
 

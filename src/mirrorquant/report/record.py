@@ -12,6 +12,7 @@ from typing import Any
 
 from mirrorquant import _files
 from mirrorquant.errors import MirrorquantError
+from mirrorquant.schedules import Schedule
 from mirrorquant.train import recipes
 from mirrorquant.train.config import KEYS, Config, ConfigError, rescaled, upgrade
 from mirrorquant.train.metrics import read_metrics
@@ -65,8 +66,7 @@ class RunRecord:
         try:
             origin = {"recipe": summary["recipe"], "overrides": summary.get("overrides")}
             config = _config(path, {**summary["config"], **origin})
-            annealing = {key for key in KEYS if key.startswith("beta_") or key == "iterations"}
-            beta = Config(**{key: config[key] for key in annealing & config.keys()}).build_beta(1)
+            beta = _beta(config)
             train = {int(k): {"loss": float(v), "beta": beta(k)} for k, v in summary.get("loss_curve", ())}
             val = {int(k): {"accuracy": float(v)} for k, v in summary.get("curve", ())}
         except RecordError:
@@ -166,6 +166,14 @@ def _parsed(file: Path) -> Any:
         raise RecordError(f"{file}: no such file; is {file.parent} a run folder?") from error
     except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{file}: not readable as JSON ({error}); fix or remove it") from error
+
+
+def _beta(config: dict[str, Any]) -> Schedule:
+    """β according to a configuration; NaN if the schedule is the user's own, as nothing is imported to read results."""
+    if ":" in config.get("beta_schedule", ""):
+        return lambda step: math.nan
+    annealing = {key for key in KEYS if key.startswith("beta_") or key == "iterations"}
+    return Config(**{key: config[key] for key in annealing & config.keys()}).build_beta(1)
 
 
 def _config(file: Path, values: dict[str, Any]) -> dict[str, Any]:

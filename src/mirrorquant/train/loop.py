@@ -74,7 +74,8 @@ class Run:
             if not resumed and self.folder.begun:
                 raise RunError(f"{folder} already holds a run: continue it with --resume, or choose another --out")
             self.config = config if resumed else build.resolve(config)
-            self.task = build.task(config, download=not resumed)  # a run from elsewhere must not start a download
+            init = not resumed or not self.folder.checkpoints
+            self.task = build.task(config, download=not resumed, init=init)  # a run from elsewhere starts no download
             self.folder.write("config.json", self.config.text())
         except BaseException:
             self.folder.release()
