@@ -203,9 +203,9 @@ def test_a_stored_configuration_is_used_as_it_is_and_its_changes_are_what_was_ty
     stored = RunFolder(tmp_path / "run").config()
     assert (stored.beta_interval, stored.beta_scale) == (1, config("iterations=6").beta_scale)
     for record in (RunRecord.of(summary), RunRecord.read(tmp_path / "run")):
-        assert record.changes == {"iterations": 6, "batch_size": 32, "eval_every": 10, "width": 4}
+        assert record.changes == {"iterations": 6, "batch_size": 32, "eval_every": 10, "scale": "", "width": 4}
     path = RunRecord.of(summary).write_result(tmp_path)
-    assert path.name == f"{DIGITS.replace('/', '-')}-seed0-iterations-6-batch_size-32-eval_every-10-width-4.json"
+    assert path.name == f"{DIGITS.replace('/', '-')}-seed0-iterations-6-batch_size-32-eval_every-10-scale--width-4.json"
 
 
 def test_an_old_run_of_other_iterations_says_that_its_schedules_were_not_stretched():

@@ -46,6 +46,7 @@ from mirrorquant.train.progress import Progress
 
 DIGITS = "digits/digitsnet/binary/md-tanh-s"
 SHORT = ["iterations=40", "batch_size=32", "eval_every=10", "log_every=5", "checkpoint_every=6", "histogram_every=0"]
+SHORT += ["scale="]  # the paper's levels
 
 
 def config(*overrides, recipe=DIGITS):

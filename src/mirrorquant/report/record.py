@@ -108,7 +108,8 @@ class RunRecord:
         """
         name, overrides = self.config["recipe"], self.config["overrides"]
         recipe = rescaled(recipes.get(name), overrides) if name in recipes.names() else {}
-        now = {**overrides, **{k: self.config.get(k, v) for k, v in recipe.items() if k not in overrides}}
+        others = {k: self.config.get(k, KEYS[k].default) for k in recipe}  # an old file lacks newer keys
+        now = {**overrides, **others, **overrides}
         return {k: v for k, v in now.items() if k in _EXPERIMENT and (k not in recipe or recipe[k] != v)}
 
     def number(self, key: str) -> float:
