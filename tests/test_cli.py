@@ -463,7 +463,7 @@ def test_every_command_of_the_documentation_runs(tmp_path, monkeypatch, pytestco
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as the installed command has it
     commands = documented_commands(text)
-    assert len(commands) == 18
+    assert len(commands) == 23
     for command in commands:
         program, *arguments = shlex.split(command)
         if program == "make":

@@ -170,6 +170,13 @@ def test_other_iterations_keep_the_ends_of_every_recipes_schedules(iterations):
 DIGITS = "digits/digitsnet/binary/md-tanh-s"
 
 
+@pytest.mark.parametrize("levels", ["binary", "ternary"])
+def test_rounding_changes_nothing_at_the_end_of_a_short_run(tmp_path, levels):
+    changes = ["iterations=120", f"levels={levels}", "width=8", "histogram_every=0"]
+    summary = Run(Config.from_recipe(DIGITS, changes), tmp_path / "run", quiet=True).train()
+    assert summary["test_accuracy_last"] == pytest.approx(summary["test_accuracy_soft"], abs=1)
+
+
 def test_what_is_given_beside_other_iterations_stays_as_it_is():
     recipe = Config.from_recipe(DIGITS)
     stretched = Config.from_recipe(DIGITS, ["iterations=120"])

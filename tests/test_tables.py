@@ -213,7 +213,21 @@ def test_comparison_is_aligned(put):
     rows.append({"method": "ref", "levels": "float", "bits": 32.0, "test": 98.0, "seconds": 4.26})
     lines = tables.compare_table(rows).splitlines()
     assert len({len(line) for line in lines}) == 1
-    assert lines[2].split() == ["bc", "-1,", "+1", "×", "scale", "1.00", "97.75", "99.00", "97.50", "4", "min", "10", "s"]
+    assert lines[2].split() == [
+        "bc",
+        "-1,",
+        "+1",
+        "×",
+        "scale",
+        "1.00",
+        "97.75",
+        "99.00",
+        "97.50",
+        "4",
+        "min",
+        "10",
+        "s",
+    ]
     assert lines[4].split() == ["ref", "float", "32.00", "-", "-", "98.00", "4.3", "s"]
     assert "rounded test %" in tables.compare_table([])
 
