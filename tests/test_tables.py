@@ -18,13 +18,11 @@ import paper_tables  # noqa: E402
 
 
 def summary(recipe, accuracy, seed=0, paper=None, overrides=None):
+    config = rescaled(recipes.get(recipe or "digits/digitsnet/binary/md-tanh-s"), overrides or {})
+    config["iterations"] = (overrides or config).get("iterations", config["iterations"])
     return {
         "recipe": recipe,
-        "config": {
-            "version": 2,
-            **rescaled(recipes.get(recipe or "digits/digitsnet/binary/md-tanh-s"), overrides or {}),
-            "seed": seed,
-        },
+        "config": {"version": 2, **config, "seed": seed},
         "overrides": overrides or {},
         "paper": paper,
         "val_accuracy": 99.0,

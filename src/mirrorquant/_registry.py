@@ -27,7 +27,7 @@ def imported(kind: str, name: str, error: type[Exception]) -> Callable[..., Any]
     """The function or class that ``MODULE:NAME`` names; the module is imported, so only for names you trust.
 
     >>> imported("Model", "mirrorquant.models:digitsnet", ValueError).__name__
-    'digitsnet'
+    'DigitsNet'
     """
     module_name, _, own_name = name.partition(":")
     if not module_name or module_name.startswith("."):

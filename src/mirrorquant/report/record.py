@@ -107,7 +107,8 @@ class RunRecord:
         {'levels': 'ternary', 'weight_decay': 0.1}
         """
         name, overrides = self.config["recipe"], self.config["overrides"]
-        recipe = rescaled(recipes.get(name), overrides) if name in recipes.names() else {}
+        used = {k: self.config.get(k, v) for k, v in overrides.items()}  # of which the values have been checked
+        recipe = rescaled(recipes.get(name), used) if name in recipes.names() else {}
         others = {k: self.config.get(k, KEYS[k].default) for k in recipe}  # an old file lacks newer keys
         now = {**overrides, **others, **overrides}
         return {k: v for k, v in now.items() if k in _EXPERIMENT and (k not in recipe or recipe[k] != v)}

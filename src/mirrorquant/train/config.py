@@ -302,7 +302,7 @@ class Config:
             return cls(**content)
         except ConfigError as error:
             method = content.get("method", cls.method)
-            known = method in methods.names() or ":" in method
+            known = method in methods.names() or ":" in str(method)
             hint = "" if known else f" If it is a custom method, import its module first: {_IMPORT}"
             raise ConfigError(f"{path}: {error}{hint}") from error
 
