@@ -1032,7 +1032,7 @@ def test_bad_configurations_are_refused(overrides, message):
 @pytest.mark.parametrize("method", ["ref", "md-tanh-s"])
 def test_what_a_model_has_frozen_is_not_trained(method):
     """The fast step trains all that the optimizer has."""
-    setting = Config.from_recipe(DIGITS, [f"method={method}"])
+    setting = Config.from_recipe(DIGITS, [f"method={method}", "scale="])
     model = build.model(setting, 10, 1)
     model.conv1.weight.requires_grad_(False)
     names = [name for group in build.optimizer(setting, model, 1).param_groups for name in group["param_names"]]
