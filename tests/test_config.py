@@ -1,6 +1,7 @@
 """Configurations: one place per key, versions, and what may change when a run is resumed."""
 
 import json
+import math
 from dataclasses import fields, replace
 
 import pytest
@@ -10,8 +11,9 @@ from test_train import config, end_of, signalled
 import mirrorquant as mq
 from mirrorquant import schedules
 from mirrorquant.cli import main
-from mirrorquant.train import Best, Config, ConfigError, Interrupted, Run, RunFolder, build
-from mirrorquant.train.config import KEYS, upgrade
+from mirrorquant.report import RunRecord
+from mirrorquant.train import Best, Config, ConfigError, Interrupted, Run, RunFolder, build, recipes
+from mirrorquant.train.config import KEYS, rescaled, upgrade
 from mirrorquant.train.metrics import read_metrics
 
 
@@ -143,10 +145,81 @@ def test_beta_follows_its_schedule(tmp_path, name, expected):
 def test_the_choices_of_schedules_are_those_that_can_be_built_from_the_keys():
     """A schedule that is added needs no change here, unless it needs a term that no key gives."""
     for key in ("lr_schedule", "beta_schedule"):
-        assert set(KEYS[key].choices) == set(schedules.names()) - {"ramp"}
-        for name in KEYS[key].choices:
+        *choices, own = KEYS[key].choices
+        assert (set(choices), own) == (set(schedules.names()) - {"ramp"}, "MODULE:CLASS")
+        for name in choices:
             setting = config(f"{key}={name}")
             assert type(setting.build_lr() if key == "lr_schedule" else setting.build_beta(1)).__name__ == name
+
+
+@pytest.mark.parametrize("iterations", [1, 6, 120, 500, 3000, 250_000])
+def test_other_iterations_keep_the_ends_of_every_recipes_schedules(iterations):
+    for name in recipes.names():
+        recipe, other = Config.from_recipe(name), Config.from_recipe(name, [f"iterations={iterations}"])
+        lr, beta, end = other.build_lr(), other.build_beta(1)(iterations), recipe.build_beta(1)(recipe.iterations)
+        if recipe.build_method().uses_beta:
+            factor = max(recipe.beta_scale, other.beta_scale)
+            assert math.log(beta) == pytest.approx(math.log(end), abs=math.log(factor)), name
+        if recipe.method == "pq":
+            assert beta == pytest.approx(end), name
+        if iterations >= 100:
+            assert lr(iterations // 2) == recipe.build_lr()(recipe.iterations // 2), name
+            assert lr(iterations - 1) == recipe.build_lr()(recipe.iterations - 1), name
+
+
+DIGITS = "digits/digitsnet/binary/md-tanh-s"
+
+
+@pytest.mark.parametrize("levels", ["binary", "ternary"])
+def test_rounding_changes_nothing_at_the_end_of_a_short_run(tmp_path, levels):
+    changes = ["iterations=120", f"levels={levels}", "width=8", "histogram_every=0"]
+    summary = Run(Config.from_recipe(DIGITS, changes), tmp_path / "run", quiet=True).train()
+    assert summary["test_accuracy_last"] == pytest.approx(summary["test_accuracy_soft"], abs=1)
+
+
+def test_what_is_given_beside_other_iterations_stays_as_it_is():
+    recipe = Config.from_recipe(DIGITS)
+    stretched = Config.from_recipe(DIGITS, ["iterations=120"])
+    assert (stretched.beta_interval, stretched.lr_interval) == (1, 45)
+    assert stretched.overrides == {"iterations": 120}
+    for change in ("beta_interval=7", "beta_scale=1.3", "lr_interval=9", "eval_every=13"):
+        key, value = change.split("=")
+        given = Config.from_recipe(DIGITS, ["iterations=120", change])
+        assert given[key] == float(value)
+        assert given.overrides == {"iterations": 120, key: float(value)}
+    assert Config.from_recipe(DIGITS, ["iterations=120", "beta_interval=7"]).beta_scale == recipe.beta_scale
+    pinned = Config.from_recipe(DIGITS, ["iterations=120", "rescale=false"])
+    assert replace(pinned, iterations=800, rescale=True, overrides={}) == recipe
+    assert Config.from_recipe(DIGITS, ["iterations=800"]).record() == {
+        **recipe.record(),
+        "overrides": {"iterations": 800},
+    }
+
+
+def test_a_recipe_can_pin_its_schedules_and_a_warmup_stays_shorter_than_the_run():
+    recipe = {"iterations": 100, "warmup": 10, "lr_interval": 40}
+    assert rescaled(recipe, {"iterations": 50}) == {"iterations": 100, "warmup": 5, "lr_interval": 20}
+    assert rescaled(recipe, {"iterations": 1}) == {"iterations": 100, "warmup": 0, "lr_interval": 1}
+    pinned = {**recipe, "rescale": False}
+    assert rescaled(pinned, {"iterations": 50}) == pinned
+    assert rescaled(pinned, {"iterations": 50, "rescale": True})["warmup"] == 5
+
+
+def test_a_stored_configuration_is_used_as_it_is_and_its_changes_are_what_was_typed(tmp_path):
+    summary = Run(config("width=4", "iterations=6"), tmp_path / "run", quiet=True).train()
+    stored = RunFolder(tmp_path / "run").config()
+    assert (stored.beta_interval, stored.beta_scale) == (1, config("iterations=6").beta_scale)
+    for record in (RunRecord.of(summary), RunRecord.read(tmp_path / "run")):
+        assert record.changes == {"iterations": 6, "batch_size": 32, "eval_every": 10, "scale": "", "width": 4}
+    path = RunRecord.of(summary).write_result(tmp_path)
+    assert path.name == f"{DIGITS.replace('/', '-')}-seed0-iterations-6-batch_size-32-eval_every-10-scale--width-4.json"
+
+
+def test_an_old_run_of_other_iterations_says_that_its_schedules_were_not_stretched():
+    record = RunRecord.of(
+        {"recipe": DIGITS, "config": {**recipes.get(DIGITS), "iterations": 80}, "overrides": {"iterations": 80}}
+    )
+    assert record.changes == {"iterations": 80, "lr_interval": 300, "beta_interval": 5, "beta_scale": 1.2}
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def config(*overrides, method="md-tanh-s"):
     recipe = "digits/digitsnet/binary/md-tanh-s" if method != "ref" else "digits/digitsnet/ref"
     changed = [] if method == "ref" else [f"method={method}"]
     basic = ["iterations=40", "eval_every=10", "log_every=1", "checkpoint_every=20", "batch_size=64", "width=8"]
+    basic += ["scale="]  # the paper's levels; with small ones rounding errors grow
     basic += ["channels_last=false"]  # or the engines take other kernels for conv1, and their rounding errors grow
     if mq.methods.get(method).uses_beta:
         basic += ["beta_scale=1.1", "beta_interval=1"]

@@ -157,7 +157,7 @@ def test_a_run_and_its_evaluation_tell_of_a_collapsed_network_without_python_war
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", DeprecationWarning)
-        changes = ["iterations=3", "levels=ternary", "width=4"]
+        changes = ["iterations=3", "rescale=false", "levels=ternary", "scale=", "width=4"]
         assert main(["train", DIGITS, *changes, "--quiet", "--out", str(out)]) == 0
     told = capsys.readouterr().err
     assert re.search(r"warning: all weights of \d of \d quantized tensors .* round to 0", told)

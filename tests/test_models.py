@@ -223,8 +223,8 @@ def test_build_calls_a_function_of_the_user(mine: str) -> None:
         ("no_such_package.networks:net", "no module 'no_such_package'"),
         ("my_networks:with_more", r"cannot be built with \['classes'\]: missing a required argument: 'depth'"),
         ("my_networks:a_model", "'a_model' is not a function in 'my_networks'"),
-        (":net", "not MODULE:FUNCTION"),
-        (".networks:net", "not MODULE:FUNCTION"),
+        (":net", "not MODULE:NAME"),
+        (".networks:net", "not MODULE:NAME"),
     ],
 )
 def test_build_says_what_is_wrong_with_a_function_of_the_user(mine: str, name: str, message: str) -> None:

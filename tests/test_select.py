@@ -70,11 +70,11 @@ def custom(classes):
 
 
 def test_recipes_quantize_the_papers_networks_whole_and_custom_ones_by_default():
-    config = Config.from_recipe("digits/digitsnet/binary/md-tanh-s", ["affine=true"])
+    config = Config.from_recipe("digits/digitsnet/binary/md-tanh-s", ["affine=true", "scale="])
     floats, quantized = build.optimizer(config, build.model(config, 10, 1), 10).param_groups
     assert quantized["param_names"] == ["conv1.weight", "conv2.weight", "conv3.weight", "fc.weight", "fc.bias"]
     assert all(name.startswith("bn") for name in floats["param_names"])
-    config = Config.from_recipe("digits/digitsnet/binary/md-tanh-s", [f"model={__name__}:custom"])
+    config = Config.from_recipe("digits/digitsnet/binary/md-tanh-s", [f"model={__name__}:custom", "scale="])
     _, quantized = build.optimizer(config, build.model(config, 10, 1), 10).param_groups
     assert quantized["param_names"] == ["1.weight", "4.weight"]
 

@@ -10,6 +10,7 @@ import pytest
 
 from mirrorquant.report import RecordError, RunRecord, tables
 from mirrorquant.train import recipes
+from mirrorquant.train.config import rescaled
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -17,9 +18,11 @@ import paper_tables  # noqa: E402
 
 
 def summary(recipe, accuracy, seed=0, paper=None, overrides=None):
+    config = rescaled(recipes.get(recipe or "digits/digitsnet/binary/md-tanh-s"), overrides or {})
+    config["iterations"] = (overrides or config).get("iterations", config["iterations"])
     return {
         "recipe": recipe,
-        "config": {"version": 2, **recipes.get(recipe or "digits/digitsnet/binary/md-tanh-s"), "seed": seed},
+        "config": {"version": 2, **config, "seed": seed},
         "overrides": overrides or {},
         "paper": paper,
         "val_accuracy": 99.0,
@@ -107,7 +110,7 @@ def test_data_sets_outside_the_paper_have_no_paper_column(put):
     section = text.split("## Not in the paper\n\n### UCI digits, DigitsNet")[1]
     assert "paper |" not in section
     assert cells(text, "REF (float)")[0][:3] == ["REF (float)", "float", "98.00"]
-    assert cells(text, "MD-tanh-S")[0][:3] == ["MD-tanh-S", "-1, +1", "97.50"]
+    assert cells(text, "MD-tanh-S")[0][:3] == ["MD-tanh-S", "-1, +1 × scale", "97.50"]
 
 
 def test_runs_with_overrides_that_matter_are_listed_apart(put):
@@ -208,7 +211,21 @@ def test_comparison_is_aligned(put):
     rows.append({"method": "ref", "levels": "float", "bits": 32.0, "test": 98.0, "seconds": 4.26})
     lines = tables.compare_table(rows).splitlines()
     assert len({len(line) for line in lines}) == 1
-    assert lines[2].split() == ["bc", "-1,", "+1", "1.00", "97.75", "99.00", "97.50", "4", "min", "10", "s"]
+    assert lines[2].split() == [
+        "bc",
+        "-1,",
+        "+1",
+        "×",
+        "scale",
+        "1.00",
+        "97.75",
+        "99.00",
+        "97.50",
+        "4",
+        "min",
+        "10",
+        "s",
+    ]
     assert lines[4].split() == ["ref", "float", "32.00", "-", "-", "98.00", "4.3", "s"]
     assert "rounded test %" in tables.compare_table([])
 

@@ -46,6 +46,7 @@ from mirrorquant.train.progress import Progress
 
 DIGITS = "digits/digitsnet/binary/md-tanh-s"
 SHORT = ["iterations=40", "batch_size=32", "eval_every=10", "log_every=5", "checkpoint_every=6", "histogram_every=0"]
+SHORT += ["scale="]  # the paper's levels
 
 
 def config(*overrides, recipe=DIGITS):
@@ -145,7 +146,7 @@ def fingerprint(state):
 
 def test_the_best_rounded_network_is_tested_and_the_last_one_soft_and_rounded(tmp_path):
     """Validation is made up: the best has an equal before, and comes before the run is stopped."""
-    run, kept = Run(config(), tmp_path / "run", quiet=True), {}
+    run, kept = Run(config("rescale=false"), tmp_path / "run", quiet=True), {}
 
     def score():
         with run.task.opt.quantized():
@@ -1006,14 +1007,14 @@ def test_a_full_disk_on_resuming_leaves_the_metrics_as_they_were(finished, tmp_p
         (["lr=1e39"], r"lr is 1e\+39, but it must be at most 100"),
         (
             ["lr_scale=1.1", "lr_interval=1"],
-            "the learning rate reaches .*, but it must stay at most 100: lower lr and lr_scale",
+            "the learning rate reaches .*, but it must stay from 0 to 100: change lr and lr_scale",
         ),
         (["warmup=800"], "warmup is 800, but it must be below iterations, 800"),
         (
             ["lr_schedule=steps"],
             "lr_schedule is 'steps', but it must be one of constant, step, geometric, until, linear, cosine",
         ),
-        (["beta_schedule=step", "beta_scale=2", "beta_interval=1"], r"β reaches .*, but it must stay at most 1e\+35"),
+        (["beta_schedule=step", "beta_scale=2", "beta_interval=1"], r"β reaches .*, but it must stay from 0 to 1e\+35"),
         (["finalize_at=0"], "finalize_at is 0.0, but it must be at least 1e-09"),
         (["lr_scale=1e300", "lr_interval=1"], "the learning rate reaches inf in 800 iterations"),
         (["optimizer=lion"], "one of adam, adamw, sgd"),
@@ -1031,7 +1032,7 @@ def test_bad_configurations_are_refused(overrides, message):
 @pytest.mark.parametrize("method", ["ref", "md-tanh-s"])
 def test_what_a_model_has_frozen_is_not_trained(method):
     """The fast step trains all that the optimizer has."""
-    setting = Config.from_recipe(DIGITS, [f"method={method}"])
+    setting = Config.from_recipe(DIGITS, [f"method={method}", "scale="])
     model = build.model(setting, 10, 1)
     model.conv1.weight.requires_grad_(False)
     names = [name for group in build.optimizer(setting, model, 1).param_groups for name in group["param_names"]]

@@ -177,7 +177,7 @@ def outside_sections(cells: list[Cell]) -> list[str]:
             columns.setdefault(place(cell[0])[:2], []).append(cell)
     section = ["## Not in the paper"] if columns else []
     for (data, model), column in sorted(columns.items()):
-        rows = [[method(c), labels.levels(place(c[0])[2] or None), mean(c), *running(c)] for c in column]
+        rows = [[method(c), labels.levels(place(c[0])[2] or None, c[0].scale), mean(c), *running(c)] for c in column]
         section += [f"### {data_label(data)}, {model_label(model)}"]
         section += [markdown(["method", "levels", "ours", *RUNNING], rows)]
     return section

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import NoReturn, TypeVar
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeVar
+
+from torch import nn
 
 _Entry = TypeVar("_Entry")
 
@@ -18,6 +21,29 @@ def suggestion(name: str, names: Iterable[str]) -> str:
     lower = {known.lower(): known for known in names}
     near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.4)
     return f" Did you mean {lower[near[0]]!r}?" if near else ""
+
+
+def imported(kind: str, name: str, error: type[Exception]) -> Callable[..., Any]:
+    """The function or class that ``MODULE:NAME`` names; the module is imported, so only for names you trust.
+
+    >>> imported("Model", "mirrorquant.models:digitsnet", ValueError).__name__
+    'DigitsNet'
+    """
+    module_name, _, own_name = name.partition(":")
+    if not module_name or module_name.startswith("."):
+        raise error(f"{kind} {name!r} is not MODULE:NAME with the full name of a module.")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as missing:
+        if not f"{module_name}.".startswith(f"{missing.name}."):
+            raise  # the module exists, but something that it imports does not
+        remedy = "install it, or put its folder on PYTHONPATH"
+        raise error(f"{kind} {name!r}: there is no module {missing.name!r}; {remedy}.") from missing
+    found: Any = getattr(module, own_name, None)
+    if not callable(found) or isinstance(found, nn.Module):
+        near = suggestion(own_name, vars(module).keys() - {own_name})
+        raise error(f"{kind} {name!r}: {own_name!r} is not a function in {module_name!r}.{near}")
+    return found  # type: ignore[no-any-return]
 
 
 class Registry(dict[str, _Entry]):

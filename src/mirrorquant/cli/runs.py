@@ -21,7 +21,7 @@ from mirrorquant.train.config import KEYS, Key
 from mirrorquant.train.run_folder import BEST
 
 DEFAULT = "digits/digitsnet/binary/md-tanh-s"
-TRUSTED = "a run of a custom model imports the module it names, so only use runs you trust"
+TRUSTED = "a run imports the modules that its model, method and schedules name, so only use runs you trust"
 
 
 def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -33,7 +33,11 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("--resume", type=Path, nargs="?", const=Path(), metavar="RUN", help=text)
     sub = command("compare", compare, "digits/digitsnet --seeds 3")
     _add_words(sub, "TASK", "data set and model of the recipes; default: digits/digitsnet")
-    sub.add_argument("--methods", default="ref,bc,md-tanh-s", help="names of recipes, separated by commas")
+    sub.add_argument(
+        "--methods",
+        default="ref,bc,md-tanh-s",
+        help="names of recipes or methods, or MODULE:CLASS, separated by commas",
+    )
     sub.add_argument("--levels", default="binary", choices=["binary", "ternary"])
     sub.add_argument("--seeds", type=int, default=1, help="runs per method, with seeds 0, 1, ...")
     sub.add_argument("--out", type=Path, help="folder of the runs; default: runs/compare-TASK")
@@ -121,11 +125,22 @@ def _compared(task: str, options: argparse.Namespace) -> dict[str, Config]:
         raise ConfigError("compare trains with seeds 0, 1, ...: set how many with --seeds, instead of seed=")
     configs, chosen = {}, filter(None, options.methods.replace(" ", "").split(","))
     for method, seed in itertools.product(chosen, range(options.seeds)):
-        name = f"{task}/ref" if method == "ref" else f"{task}/{options.levels}/{method}"
-        configs[f"{method}-seed{seed}"] = Config.from_recipe(name, [*options.overrides, f"seed={seed}"])
+        name, overrides = _recipe(task, options.levels, method)
+        folder = f"{method.replace(':', '-')}-seed{seed}"
+        configs[folder] = Config.from_recipe(name, [*overrides, *options.overrides, f"seed={seed}"])
     if not configs:
         raise ConfigError("there is nothing to compare: name at least one method, as in --methods bc --seeds 1")
     return configs
+
+
+def _recipe(task: str, levels: str, method: str) -> tuple[str, list[str]]:
+    """The recipe of a method, and overrides: a method without its own recipe for the task takes that of MD-tanh-S."""
+    name, other = f"{task}/{levels}/{method}", f"{task}/{levels}/md-tanh-s"
+    if method == "ref":
+        return f"{task}/ref", []
+    if name in recipes.names() or other not in recipes.names() or (":" not in method and method not in methods.names()):
+        return name, []
+    return other, [f"method={method}"]
 
 
 def _begun(config: Config, folder: Path, options: argparse.Namespace) -> Run:

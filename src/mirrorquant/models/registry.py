@@ -1,7 +1,6 @@
 """Models by name: those of this package, and any function that returns an ``nn.Module``."""
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -9,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from mirrorquant._registry import Registry, suggestion
+from mirrorquant._registry import Registry, imported
 from mirrorquant.errors import MirrorquantError
 
 _Builder = TypeVar("_Builder", bound=Callable[..., nn.Module])
@@ -87,7 +86,7 @@ def build(name: str, classes: int, **options: Any) -> nn.Module:
     Traceback (most recent call last):
     mirrorquant.models.registry.ModelError: There is no model 'resnet81'. Did you mean 'resnet18'? ...
     """
-    function = _imported(name) if ":" in name else _MODELS[name]
+    function = imported("Model", name, ModelError) if ":" in name else _MODELS[name]
     signature = inspect.signature(function)
     if "classes" in signature.parameters:
         options["classes"] = classes
@@ -123,21 +122,3 @@ def identify(model: nn.Module) -> dict[str, Any] | None:
 
 def _structure(model: nn.Module) -> tuple[str, dict[str, torch.Size]]:
     return repr(model), {name: tensor.shape for name, tensor in model.state_dict().items()}
-
-
-def _imported(name: str) -> Callable[..., Any]:
-    module_name, _, function_name = name.partition(":")
-    if not module_name or module_name.startswith("."):
-        raise ModelError(f"Model {name!r} is not MODULE:FUNCTION with the full name of a module.")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, but something that it imports does not
-        remedy = "install it, or put its folder on PYTHONPATH"
-        raise ModelError(f"Model {name!r}: there is no module {error.name!r}; {remedy}.") from error
-    function: Any = getattr(module, function_name, None)
-    if not callable(function) or isinstance(function, nn.Module):
-        near = suggestion(function_name, vars(module).keys() - {function_name})
-        raise ModelError(f"Model {name!r}: {function_name!r} is not a function in {module_name!r}.{near}")
-    return function  # type: ignore[no-any-return]

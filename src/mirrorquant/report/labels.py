@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,26 +10,37 @@ from mirrorquant import data, models
 from mirrorquant.methods import Method
 from mirrorquant.train.config import ConfigError, parse_levels
 
-__all__ = ["level_values", "levels", "method", "method_colour", "method_order", "task"]
+__all__ = ["known_method", "level_values", "levels", "method", "method_colour", "method_order", "task"]
 
 _ORDER = ("ref", "bc", "pq", "pmf", "gd-tanh", "md-softmax", "md-tanh", "md-softmax-s", "md-tanh-s")
 _STAR = "-star"  # PQ* and PMF* are recipes of PQ and PMF
 
 
 def method(name: str) -> str:
-    """A method as the paper writes it; unknown names are returned as they are.
+    """A method as the paper writes it; unknown names are returned as they are, without the module of a class.
 
-    >>> method("md-tanh-s"), method("pq-star"), method("my-method")
-    ('MD-tanh-S', 'PQ*', 'my-method')
+    >>> method("md-tanh-s"), method("pq-star"), method("my-method"), method("my_module:Mine")
+    ('MD-tanh-S', 'PQ*', 'my-method', 'Mine')
     """
-    base = name.removesuffix(_STAR)
-    return (Method.registry[base].label + "*" * (base != name)) if base in Method.registry else name
+    label = known_method(name).label
+    return label + "*" * name.endswith(_STAR) if label else name.rpartition(":")[2]
+
+
+def known_method(name: str) -> type[Method]:
+    """The class of a method, or of the one that a variant such as PQ* is of; the base class for an unknown one.
+
+    A class that is named by its module is only known if that is imported already: a report imports nothing.
+    """
+    module, colon, own_name = name.rpartition(":")
+    found: Any = getattr(sys.modules.get(module), own_name, None) if colon else None
+    if isinstance(found, type) and issubclass(found, Method):
+        return found
+    return Method.registry.get(name.removesuffix(_STAR), Method)
 
 
 def method_colour(name: str) -> str:
     """The colour of a method in figures, which its starred variant shares; empty for an unknown one."""
-    known = Method.registry.get(name.removesuffix(_STAR))
-    return known.colour if known else ""
+    return known_method(name).colour
 
 
 def method_order(name: str) -> tuple[int, bool]:
@@ -53,15 +65,16 @@ def level_values(levels: str | Sequence[float] | None) -> tuple[float, ...]:
         return ()
 
 
-def levels(given: str | Sequence[float] | None) -> str:
+def levels(given: str | Sequence[float] | None, scale: str = "") -> str:
     """Quantization levels as text, from their name or their numbers; only the number and the range of many.
 
-    >>> levels("ternary"), levels([-0.5, 0.5]), levels("-1,-0.5,0,0.5,1"), levels(None)
-    ('-1, 0, +1', '-0.5, +0.5', '5 levels, -1 to +1', 'float')
+    >>> levels("ternary"), levels([-0.5, 0.5], "tensor"), levels("-1,-0.5,0,0.5,1"), levels(None)
+    ('-1, 0, +1', '-0.5, +0.5 × scale', '5 levels, -1 to +1', 'float')
     """
     texts = [f"{value:+.3g}" if value else "0" for value in level_values(given)]
     few = ", ".join(texts) or str(given or "float")
-    return few if len(texts) <= 4 else f"{len(texts)} levels, {texts[0]} to {texts[-1]}"
+    text = few if len(texts) <= 4 else f"{len(texts)} levels, {texts[0]} to {texts[-1]}"
+    return text + " × scale" * bool(scale)
 
 
 def task(config: Mapping[str, Any]) -> str:

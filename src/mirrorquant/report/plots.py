@@ -24,7 +24,7 @@ from mirrorquant.methods import Method
 from mirrorquant.mirrors import Mirror, ShiftedTanh, Tanh
 from mirrorquant.report import labels
 from mirrorquant.report.record import RunRecord
-from mirrorquant.report.tables import grouped, spread
+from mirrorquant.report.tables import Kind, grouped, spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # type: ignore[import-not-found, unused-ignore]
@@ -87,7 +87,7 @@ class _Line:
 
     def betas(self) -> dict[int, float]:
         """β by step, for methods that anneal it; the seeds share one schedule. A log axis has no place for zero."""
-        method = Method.registry.get(self.runs[0].config["method"], Method)
+        method = labels.known_method(self.runs[0].config["method"])
         longest = max((run.series("train", "beta") for run in self.runs), key=len)
         return {step: beta for step, beta in longest.items() if method.uses_beta and beta > 0}
 
@@ -115,8 +115,8 @@ def _labels(sets: Sequence[Sequence[RunRecord]]) -> list[str]:
     """The method of each set of runs, followed by whatever distinguishes it from the others of that method."""
     firsts = [runs[0] for runs in sets]
     names = [labels.method(run.name) for run in firsts]
-    for key in ("data", "model", "levels", "lr", "seed", "folder"):
-        values = [run.path.name if key == "folder" else run.config.get(key) for run in firsts]
+    for key in ("data", "model", "levels", "scale", "lr", "seed", "folder"):
+        values = [{**run.config, "scale": run.scale or "none", "folder": run.path.name}.get(key) for run in firsts]
         texts = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
         pairs = list(zip(names, texts, strict=True))
         apart = {name for name, text in pairs if any(name == n and text != t for n, t in pairs)}
@@ -230,7 +230,7 @@ def histograms(run: Path, out: Path) -> Path:
     quantized = [layer for layer in layers if record.quantizes(layer)]
     layers = quantized or layers
     levels = labels.level_values(record.levels) if quantized else ()
-    goal = f" to {'the levels ' * (len(levels) <= 4)}{labels.levels(levels)}" if levels else ""
+    goal = f" to {'the levels ' * (len(levels) <= 4)}{labels.levels(levels, record.scale)}" if levels else ""
     rows = 1 if len(layers) <= 5 else 2
     shown = _evenly(layers, min(_PANELS, rows * (len(layers) // rows)))
     some = f" ({len(shown)} of {len(layers)} layers)" if len(shown) < len(layers) else ""
@@ -240,7 +240,7 @@ def histograms(run: Path, out: Path) -> Path:
         panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
         for ax, layer, name in zip(panels, shown, _titles(shown), strict=True):
             mesh = _draw_weights(ax, record, layer)
-            ax.set(title=name, xlabel="weight", ylabel="iteration")
+            ax.set(title=name, xlabel="weight / scale" if record.scale else "weight", ylabel="iteration")
             ax.label_outer()
         _weight_ticks(panels[0], levels)
         _iterations(panels[0].yaxis)
@@ -331,7 +331,7 @@ def comparison(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
     if not points:
         raise PlotError("no quantized method to compare: give the rows of at least one beside the float reference")
     several = len({levels for _, levels in points}) > 1
-    names = [labels.method(method) + f" ({labels.levels(levels)})" * several for method, levels in points]
+    names = [labels.method(method) + f" ({labels.levels(*levels)})" * several for method, levels in points]
     names = [textwrap.fill(name, 34) for name in names]
     height = 0.16 + 0.16 * max(name.count("\n") + 1 for name in names)
     with _figure(out, 7.2, 0.8 + len(points) * height, "Test accuracy of the rounded network, %") as figure:
@@ -350,7 +350,7 @@ def comparison(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
     return out
 
 
-def _draw_points(ax: Axes, points: Mapping[tuple[str, tuple[float, ...]], Sequence[float]]) -> None:
+def _draw_points(ax: Axes, points: Mapping[Kind, Sequence[float]]) -> None:
     """The mean of each row, on a line over the range of its seeds, which are small points; as text at the right."""
     looks = _looks([method for method, _ in points])
     for place, (((method, _), values), look) in enumerate(zip(points.items(), looks, strict=True)):

@@ -12,8 +12,9 @@ from typing import Any
 
 from mirrorquant import _files
 from mirrorquant.errors import MirrorquantError
+from mirrorquant.schedules import Schedule
 from mirrorquant.train import recipes
-from mirrorquant.train.config import KEYS, Config, ConfigError, upgrade
+from mirrorquant.train.config import KEYS, Config, ConfigError, rescaled, upgrade
 from mirrorquant.train.metrics import read_metrics
 
 __all__ = ["RecordError", "RunRecord", "read_results"]
@@ -65,8 +66,7 @@ class RunRecord:
         try:
             origin = {"recipe": summary["recipe"], "overrides": summary.get("overrides")}
             config = _config(path, {**summary["config"], **origin})
-            annealing = {key for key in KEYS if key.startswith("beta_") or key == "iterations"}
-            beta = Config(**{key: config[key] for key in annealing & config.keys()}).build_beta(1)
+            beta = _beta(config)
             train = {int(k): {"loss": float(v), "beta": beta(k)} for k, v in summary.get("loss_curve", ())}
             val = {int(k): {"accuracy": float(v)} for k, v in summary.get("curve", ())}
         except RecordError:
@@ -79,6 +79,11 @@ class RunRecord:
     def levels(self) -> str | None:
         """The levels of the configuration; None for a float network."""
         return None if self.config["method"] == "ref" else self.config.get("levels")
+
+    @property
+    def scale(self) -> str:
+        """The scale of the levels; empty for none."""
+        return "" if self.levels is None else self.config.get("scale", "")
 
     @property
     def name(self) -> str:
@@ -102,8 +107,10 @@ class RunRecord:
         {'levels': 'ternary', 'weight_decay': 0.1}
         """
         name, overrides = self.config["recipe"], self.config["overrides"]
-        recipe = recipes.get(name) if name in recipes.names() else {}
-        now = {**overrides, **{k: self.config.get(k, v) for k, v in recipe.items() if k not in overrides}}
+        used = {k: self.config.get(k, v) for k, v in overrides.items()}  # of which the values have been checked
+        recipe = rescaled(recipes.get(name), used) if name in recipes.names() else {}
+        others = {k: self.config.get(k, KEYS[k].default) for k in recipe}  # an old file lacks newer keys
+        now = {**overrides, **others, **overrides}
         return {k: v for k, v in now.items() if k in _EXPERIMENT and (k not in recipe or recipe[k] != v)}
 
     def number(self, key: str) -> float:
@@ -161,6 +168,14 @@ def _parsed(file: Path) -> Any:
         raise RecordError(f"{file}: no such file; is {file.parent} a run folder?") from error
     except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{file}: not readable as JSON ({error}); fix or remove it") from error
+
+
+def _beta(config: dict[str, Any]) -> Schedule:
+    """β according to a configuration; NaN if the schedule is the user's own, as nothing is imported to read results."""
+    if ":" in config.get("beta_schedule", ""):
+        return lambda step: math.nan
+    annealing = {key for key in KEYS if key.startswith("beta_") or key == "iterations"}
+    return Config(**{key: config[key] for key in annealing & config.keys()}).build_beta(1)
 
 
 def _config(file: Path, values: dict[str, Any]) -> dict[str, Any]:

@@ -12,15 +12,19 @@ from mirrorquant.report.record import RunRecord
 
 __all__ = ["compare_row", "compare_table", "duration", "grouped", "results_tables", "spread"]
 
+Kind = tuple[str, tuple[tuple[float, ...], str]]
+"""A method, and its levels with their scale."""
+
 
 def compare_row(record: RunRecord) -> dict[str, Any]:
-    """One row of a comparison: method, levels, seed, bits per weight, accuracies in percent, seconds.
+    """One row of a comparison: method, levels and their scale, seed, bits per weight, accuracies in percent, seconds.
 
     ``soft`` is the test accuracy of the soft network, ``val`` and ``test`` are those of the rounded one.
     """
     return {
         "method": record.name,
         "levels": record.levels or "float",
+        "scale": record.scale,
         "seed": record.config.get("seed"),
         "bits": record.summary.get("parameters", {}).get("bits"),
         "soft": record.number("test_accuracy_soft"),
@@ -34,8 +38,8 @@ def compare_row(record: RunRecord) -> dict[str, Any]:
 def compare_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Several methods on one task as aligned plain text; the rows are those of :func:`compare_row`.
 
-    Rows with the same method and levels are seeds and make one line: the mean ± the sample standard deviation of each
-    accuracy, and the mean time per run. A missing value is a dash.
+    Rows with the same method, levels and scale are seeds and make one line: the mean ± the sample standard deviation of
+    each accuracy, and the mean time per run. A missing value is a dash.
 
     >>> row = {"method": "bc", "levels": "binary", "seed": 0, "bits": 1.0, "soft": 97.5, "val": 97.8, "test": 97.5}
     >>> print(compare_table([row | {"seconds": 75}]))
@@ -54,16 +58,18 @@ def compare_table(rows: Sequence[Mapping[str, Any]]) -> str:
         accuracies = [spread([row.get(key) for row in group]) for key in ("soft", "val", "test")]
         seconds = [row["seconds"] for row in group if row.get("seconds") is not None]
         time = duration(statistics.fmean(seconds) if seconds else None)
-        levels, bits = labels.levels(group[0].get("levels")), spread([group[0].get("bits")])
+        levels = labels.levels(group[0].get("levels"), group[0].get("scale", ""))
+        bits = spread([group[0].get("bits")])
         text.append([method, levels, bits, *seeds, *accuracies, time])
     return table(text, ["bits per weight", *numbers], rule=True)
 
 
-def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, tuple[float, ...]], list[Mapping[str, Any]]]:
-    """The rows by method and levels: the seeds of each."""
-    groups: dict[tuple[str, tuple[float, ...]], list[Mapping[str, Any]]] = {}
+def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[Kind, list[Mapping[str, Any]]]:
+    """The rows by method, and by levels with their scale: the seeds of each."""
+    groups: dict[Kind, list[Mapping[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["method"], labels.level_values(row.get("levels"))), []).append(row)
+        levels = labels.level_values(row.get("levels")), row.get("scale", "")
+        groups.setdefault((row["method"], levels), []).append(row)
     return groups
 
 

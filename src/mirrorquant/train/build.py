@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import torch as safetensors
+from torch import Tensor, nn
 
-from mirrorquant import models
+from mirrorquant import _files, models
 from mirrorquant.data import Loader
 from mirrorquant.data import load as load_data
 from mirrorquant.health import unwarned
 from mirrorquant.optimizer import MirrorDescent
-from mirrorquant.select import split
+from mirrorquant.select import NORMS, split
+from mirrorquant.train import checkpoint
 from mirrorquant.train.config import Config, ConfigError
 from mirrorquant.train.objective import Objective
 from mirrorquant.train.task import Task
 
-__all__ = ["device", "model", "objective", "optimizer", "resolve", "task"]
+__all__ = ["device", "model", "objective", "optimizer", "resolve", "start_from", "task"]
 
 
 def device(config: Config) -> torch.device:
@@ -54,6 +57,52 @@ def model(config: Config, classes: int, channels: int) -> nn.Module:
     return built
 
 
+def start_from(file: str, model: nn.Module) -> None:
+    """Loads pretrained weights: a state_dict by torch.save, a safetensors file, a run's folder or its ``best.pt``.
+
+    Raises:
+        ConfigError: the file cannot be read, or its tensors are not those of the model; names the first difference.
+    """
+    saved, own = _saved(Path(file)), model.state_dict()
+    for name in dict.fromkeys([*own, *saved]):
+        path, _, leaf = name.rpartition(".")
+        norm = leaf in ("weight", "bias") and isinstance(dict(model.named_modules()).get(path), NORMS)
+        if name not in own:
+            remedy = "its batch norm is affine: add affine=true" if norm else "it must be of the same network"
+            raise ConfigError(f"init {file} has {name}, which the model has not: {remedy}")
+        if name not in saved:
+            remedy = "its batch norm is not affine: add affine=false" if norm else "it must be of the same network"
+            raise ConfigError(f"init {file} has no {name}, which the model has: {remedy}")
+        if saved[name].shape != own[name].shape:
+            shapes = f"{tuple(saved[name].shape)}, but the model needs {tuple(own[name].shape)}"
+            raise ConfigError(f"{name} of init {file} has shape {shapes}: it must be of the same network")
+    model.load_state_dict(saved)
+
+
+def _saved(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name."""
+    from mirrorquant.train.run_folder import BEST, RunFolder  # which builds models itself
+
+    try:
+        if path.is_dir() or path.name in BEST:
+            state: Any = checkpoint.load(RunFolder(path).best if path.is_dir() else path)
+        elif path.suffix == ".safetensors":
+            state = safetensors.load(_files.read_regular(path))
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except checkpoint.CheckpointError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"init {path} cannot be read ({error.strerror})") from error
+    except Exception as error:  # a crafted file can fail in any way
+        expected = "expected a state_dict by torch.save, a safetensors file or a run"
+        raise ConfigError(f"init {path} cannot be loaded ({type(error).__name__}), {expected}") from error
+    state = state.get("model", state) if isinstance(state, dict) else state
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise ConfigError(f"init {path} holds no state_dict: write it by torch.save(model.state_dict(), {str(path)!r})")
+    return state
+
+
 def optimizer(config: Config, model: nn.Module, batches_per_epoch: int) -> MirrorDescent:
     """The base optimizer of the configuration, wrapped by its method."""
     learnt = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -68,6 +117,7 @@ def optimizer(config: Config, model: nn.Module, batches_per_epoch: int) -> Mirro
         if config.method != "ref":  # the paper quantizes everything; in a custom model, some parameters must stay float
             groups = split(model, skip=config.skip, everything=":" not in config.model)
         base: torch.optim.Optimizer = classes[config.optimizer](groups, **options)
+        # pretrained=bool(config.init) belongs here once MirrorDescent starts latents at the inverse image of weights
         with unwarned():  # the paper's ternary networks start at zero, by design; the end of a run reports problems
             return MirrorDescent(base, method=config.build_method(), anneal=config.build_beta(batches_per_epoch))
     except ValueError as error:
@@ -89,8 +139,11 @@ def objective(config: Config, classes: int, device: torch.device) -> Objective:
     return Objective(**{**options, "teacher": teacher})
 
 
-def task(config: Config, *, download: bool = True) -> Task:
-    """Everything that an engine needs, on the device of the configuration."""
+def task(config: Config, *, download: bool = True, init: bool = True) -> Task:
+    """Everything that an engine needs, on the device of the configuration.
+
+    A run that goes on from a checkpoint needs neither ``download`` nor ``init``, the file of pretrained weights.
+    """
     place = device(config)
     data = load_data(config.data, config.data_root, download=download).to(place)
     classes = len(data.classes)
@@ -98,7 +151,10 @@ def task(config: Config, *, download: bool = True) -> Task:
         loader = Loader(data, batch_size=config.batch_size, seed=config.seed, augment=config.augment)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    network = model(config, classes, data.shape[0]).to(place)
+    network = model(config, classes, data.shape[0])
+    if init and config.init:
+        start_from(config.init, network)
+    network.to(place)
     channels_last = config.channels_last
     if channels_last is None:
         channels_last = place.type == "cuda" or not any(map(_breaks_channels_last, network.modules()))

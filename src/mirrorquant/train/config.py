@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import math
 import re
@@ -22,15 +23,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mirrorquant import _files, methods, models, schedules
-from mirrorquant._registry import suggestion
+from mirrorquant._registry import imported, suggestion
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.levels import BINARY, TERNARY, Levels
-from mirrorquant.methods import Method
+from mirrorquant.methods import Method, Scale
 from mirrorquant.schedules import Schedule
 
-__all__ = ["KEYS", "Config", "ConfigError", "Key", "parse_levels", "upgrade"]
+__all__ = ["KEYS", "Config", "ConfigError", "Key", "parse_levels", "parse_scale", "rescaled", "upgrade"]
 
 VERSION = 2
+_OWN = "MODULE:CLASS"
 _LARGEST_LR = 100.0  # multiplied by the largest beta, and by ten for Adam's first step, it is still a float32
 _LARGEST_BETA = 1e35
 _REMEDY = "a run's configuration cannot be edited: start a new run with key=value overrides"
@@ -57,7 +59,7 @@ class Key(NamedTuple):
         """Raises :class:`ConfigError` for a value of another type, out of range, or not among the choices."""
         if not _is(self.type, value):
             raise ConfigError(f"{name} is {value!r:.60}, but it must be {self.type}")
-        if self.choices and value not in self.choices:
+        if self.choices and value not in self.choices and not (_OWN in self.choices and ":" in value):
             raise ConfigError(f"{name} is {value!r}, but it must be one of {', '.join(self.choices)}")
         if self.type in ("int", "float") and not self.least <= value <= self.most:
             limit = f"at least {self.least:g}" if value < self.least else f"at most {self.most:g}"
@@ -95,13 +97,15 @@ class Config:
     data: str = _data("digits", "data set")
     augment: str = _data("", "augmentation: crop-flip, shift, none ...; empty for the default of the data set")
     model: str = _model("digitsnet", "network, or MODULE:FUNCTION for a custom one")
+    init: str = _model("", "start from these weights: a state_dict by torch.save, *.safetensors, or a run")
     affine: bool = _model(False, "batch norm with learnable parameters")
     stem_stride: int = _model(1, "stride of the first convolution", least=1, most=4096)
     width: int = _model(32, "channels of the first convolution", least=1, most=4096)
 
     # How weights are quantized.
-    method: str = _method("md-tanh-s", "method")
+    method: str = _method("md-tanh-s", f"method, or {_OWN} for your own")
     levels: str = _method("binary", "binary, ternary, or numbers like -1,0,1", used="method!=ref")
+    scale: str = _method("", "factor on the levels, as in tensor or channel-learnt; empty for none", used="method!=ref")
     skip: list[str] = _method([], "patterns of parameters or modules that stay in float", used="method!=ref")  # noqa: RUF009
 
     # The base optimizer and its learning rate.
@@ -110,14 +114,14 @@ class Config:
     momentum: float = _optimizer(0.9, "momentum of SGD", least=0, most=1e35, used="optimizer=sgd")
     nesterov: bool = _optimizer(False, "Nesterov momentum", used="optimizer=sgd")
     weight_decay: float = _optimizer(0.0, "weight decay; AdamW decouples it from the gradient", least=0, most=1e35)
-    lr_schedule: str = _optimizer("step", "learning rate over time", choices=_SCHEDULES)
+    lr_schedule: str = _optimizer("step", "learning rate over time", choices=(*_SCHEDULES, _OWN))
     lr_scale: float = _optimizer(1.0, "factor every lr_interval", least=1e-300, most=1e300, used=_lr("scale"))
     lr_interval: int = _optimizer(30000, "iterations; see lr_scale", least=1, used=_lr("every"))
     lr_end: float = _optimizer(0.0, "last learning rate", least=0, most=_LARGEST_LR, used=_lr("end"))
     warmup: int = _optimizer(0, "iterations in which the learning rate rises to lr before its schedule", least=0)
 
     # How soft weights become hard: β, ProxQuant's λ, and the step that rounds for good.
-    beta_schedule: str = _anneal("geometric", "β over time", choices=_SCHEDULES, used=_ANNEALED)
+    beta_schedule: str = _anneal("geometric", "β over time", choices=(*_SCHEDULES, _OWN), used=_ANNEALED)
     beta_scale: float = _anneal(1.02, "factor every beta_interval", least=1, most=_LARGEST_BETA, used=_beta("scale"))
     beta_interval: int = _anneal(200, "iterations; see beta_scale", least=1, used=_beta("every"))
     beta_cap: float = _anneal(_LARGEST_BETA, "largest β", least=1, most=_LARGEST_BETA, used=_beta("cap"))
@@ -134,6 +138,7 @@ class Config:
 
     # Training, and its arithmetic; auto is chosen for speed.
     iterations: int = _training(100000, "training steps", least=1, most=1e15)
+    rescale: bool = _training(True, "other iterations than the recipe's stretch its schedules of lr and β")
     batch_size: int = _training(128, "images per step", least=1)
     eval_every: int = _training(100, "iterations between validations of the rounded network", least=1)
     recalibrate: int = _training(0, "batches to recompute the final batch-norm statistics from; 0 keeps them", least=0)
@@ -176,12 +181,14 @@ class Config:
     def _check_range(self, what: str, schedule: Schedule, most: float, names: str) -> None:
         """Raises :class:`ConfigError` where a schedule leaves its range, at the start or the end of training."""
         try:
-            largest = max(schedule(self.warmup), schedule(self.iterations - 1))
+            ends = [float(schedule(step)) for step in (self.warmup, self.iterations - 1)]
         except OverflowError:
-            largest = math.inf
-        if largest > most:
-            limit = f"in {self.iterations} iterations, but it must stay at most {most:g}"
-            raise ConfigError(f"{what} reaches {largest:g} {limit}: lower {names}")
+            ends = [math.inf]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{what} is not a number in every step: {error}") from error
+        if wrong := [value for value in ends if not 0 <= value <= most]:
+            limit = f"in {self.iterations} iterations, but it must stay from 0 to {most:g}"
+            raise ConfigError(f"{what} reaches {wrong[0]:g} {limit}: change {names}")
 
     @classmethod
     def from_recipe(cls, name: str, overrides: Sequence[str] = ()) -> Config:
@@ -195,7 +202,7 @@ class Config:
         from mirrorquant.train import recipes  # which checks its files against the keys
 
         changed = dict(map(_parse, overrides))
-        return cls(**{**recipes.get(name), "recipe": name, **changed, "overrides": changed})
+        return cls(**{**rescaled(recipes.get(name), changed), "recipe": name, **changed, "overrides": changed})
 
     def __getitem__(self, name: str) -> Any:
         return vars(self)[name]
@@ -229,8 +236,9 @@ class Config:
         idle = {}
         for name in self.overrides:
             conditions = re.findall(r"(\w+)(!?)=(\S*)", KEYS[name].used)
-            unmet = [other for other, no, values in conditions if (self[other] in values.split(",")) == bool(no)]
-            option = KEYS[name].section == "model" and name != "model"
+            known = [each for each in conditions if not (each[0].endswith("_schedule") and ":" in self[each[0]])]
+            unmet = [other for other, no, values in known if (self[other] in values.split(",")) == bool(no)]
+            option = KEYS[name].section == "model" and name not in ("model", "init")
             if option and (":" in self.model or name not in models.options(self.model)):
                 unmet.append("model")
             if unmet:
@@ -238,13 +246,20 @@ class Config:
         return idle
 
     def build_method(self) -> Method:
-        """The method, for its levels."""
-        return methods.get(self.method, parse_levels(self.levels))
+        """The method, for its levels and its scale."""
+        levels, scale = parse_levels(self.levels), parse_scale(self.scale)
+        if ":" not in self.method:
+            return methods.get(self.method, levels, None if self.method == "ref" else scale)
+        made = imported("Method", self.method, ConfigError)(levels, scale=scale)
+        if not isinstance(made, Method):
+            expected = "a method: name a subclass of mirrorquant.Method"
+            raise ConfigError(f"method is {self.method!r}, which makes a {type(made).__name__}, expected {expected}")
+        return made
 
     def build_lr(self) -> Schedule:
         """The learning rate as a function of the iteration."""
         terms = {"start": self.lr, "scale": self.lr_scale, "every": self.lr_interval, "end": self.lr_end}
-        schedule = schedules.build(self.lr_schedule, steps=self.iterations - self.warmup, **terms)
+        schedule = _schedule(self.lr_schedule, steps=self.iterations - self.warmup, **terms)
         return schedules.warmup(schedule, self.warmup) if self.warmup else schedule
 
     def build_beta(self, batches_per_epoch: int) -> Schedule:
@@ -252,7 +267,7 @@ class Config:
         if self.method == "pq":
             return schedules.ramp(self.pq_rate, every=batches_per_epoch)
         terms = {"scale": self.beta_scale, "every": self.beta_interval, "cap": self.beta_cap, "end": self.beta_end}
-        return schedules.build(self.beta_schedule, start=1.0, steps=self.iterations, log=True, **terms)
+        return _schedule(self.beta_schedule, start=1.0, steps=self.iterations, log=True, **terms)
 
     def text(self) -> str:
         """The content of a file: nested JSON with its version and its own checksum."""
@@ -286,7 +301,8 @@ class Config:
         try:
             return cls(**content)
         except ConfigError as error:
-            known = content.get("method", cls.method) in methods.names()
+            method = content.get("method", cls.method)
+            known = method in methods.names() or ":" in str(method)
             hint = "" if known else f" If it is a custom method, import its module first: {_IMPORT}"
             raise ConfigError(f"{path}: {error}{hint}") from error
 
@@ -314,6 +330,37 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
     return current
 
 
+def rescaled(recipe: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe for the iterations in ``changed``: its schedules keep their shape, unless ``rescale`` is false.
+
+    An interval is rounded, for which the factor of β makes up: β ends as before. If the interval itself is changed, the
+    factor stays. ProxQuant's rate is per epoch, so it is divided by what the others are multiplied by.
+
+    >>> rescaled({"iterations": 800, "beta_scale": 1.2, "beta_interval": 5, "lr_interval": 300}, {"iterations": 240})
+    {'iterations': 800, 'beta_scale': 1.27519028302, 'beta_interval': 2, 'lr_interval': 90}
+    """
+    before, new = recipe.get("iterations", Config.iterations), dict(recipe)
+    after = changed.get("iterations", before)
+    KEYS["iterations"].check("iterations", after)
+    if before == after or not {"rescale": True, **recipe, **changed}["rescale"]:
+        return new
+    for name in new.keys() & {"lr_interval", "beta_interval", "warmup"}:
+        new[name] = max(1, round(recipe[name] * after / before)) if recipe[name] else 0
+    if "warmup" in new:
+        new["warmup"] = min(new["warmup"], after - 1)
+    if "beta_interval" in new and "beta_interval" not in changed:
+        power = new["beta_interval"] * before / (recipe["beta_interval"] * after)
+        new["beta_scale"] = min(_short(recipe["beta_scale"] ** power), _LARGEST_BETA)
+    if "pq_rate" in new:
+        new["pq_rate"] = _short(recipe["pq_rate"] * before / after)
+    return new
+
+
+def _short(value: float) -> float:
+    """A number without the digits in which machines differ."""
+    return float(f"{value:.12g}")
+
+
 def parse_levels(text: str) -> Levels:
     """``binary``, ``ternary``, or numbers such as ``-1,0,0.5,1``.
 
@@ -324,6 +371,39 @@ def parse_levels(text: str) -> Levels:
         return {"binary": BINARY, "ternary": TERNARY}.get(text) or Levels(*map(float, text.split(",")))
     except ValueError as error:
         raise ConfigError(f"levels is {text!r}, but it must be {KEYS['levels'].help}: {error}") from error
+
+
+def parse_scale(text: str) -> Scale | None:
+    """``tensor`` or ``channel``, alone or with how the scale is found, as in ``channel-learnt``; empty for none.
+
+    >>> parse_scale("channel-learnt")
+    Scale(per='channel', how='learnt')
+    """
+    try:
+        return Scale(*text.split("-", 1)) if text else None
+    except ValueError as error:
+        expected = "tensor or channel, which -fixed, -computed or -learnt may follow"
+        raise ConfigError(f"scale is {text!r}, but it must be {expected}: {error}") from error
+
+
+def _schedule(name: str, **terms: Any) -> Schedule:
+    """The schedule of that name, or one of the user's own, which gets the terms that its signature has."""
+    if ":" not in name:
+        return schedules.build(name, **terms)
+    function = imported("Schedule", name, ConfigError)
+    signature = inspect.signature(function)
+    known = {term: value for term, value in terms.items() if term in signature.parameters}
+    try:
+        signature.bind(**known)
+    except TypeError as error:
+        raise ConfigError(
+            f"schedule {name!r} cannot be made: {error}; what it may take is {', '.join(terms)}"
+        ) from error
+    made = function(**known)
+    if not callable(made):
+        expected = "a function of the step: name a class with __call__(self, step)"
+        raise ConfigError(f"schedule {name!r} makes a {type(made).__name__}, expected {expected}")
+    return made  # type: ignore[no-any-return]
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -38,12 +38,17 @@ def accuracy(
 
 
 def layers(opt: MirrorDescent) -> list[dict[str, Any]]:
-    """Name, shape, count and bits of each parameter, and whether a quantized one is off its levels now."""
-    rows = []
+    """Name, shape, count and bits of each parameter, and whether a quantized one is off its levels now.
+
+    Learnt scales, which the optimizer trains too, are no parameters of the model.
+    """
+    rows, scales = [], {state["scale"] for state in opt.state.values() if "scale" in state}
     for group in opt.param_groups:
         method, floating = group["method"], isinstance(group["method"], REF)
         bits = 32 if floating else (len(method.levels) - 1).bit_length()
         for name, p in zip(group["param_names"], group["params"], strict=True):
+            if p in scales:
+                continue
             off = not floating and method.adopted(p.detach(), opt.state[p]) is None
             rows.append({"name": name, "shape": list(p.shape), "count": p.numel(), "bits": bits, "off_levels": off})
     return rows

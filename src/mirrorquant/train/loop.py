@@ -74,7 +74,8 @@ class Run:
             if not resumed and self.folder.begun:
                 raise RunError(f"{folder} already holds a run: continue it with --resume, or choose another --out")
             self.config = config if resumed else build.resolve(config)
-            self.task = build.task(config, download=not resumed)  # a run from elsewhere must not start a download
+            init = not resumed or not self.folder.checkpoints
+            self.task = build.task(config, download=not resumed, init=init)  # a run from elsewhere starts no download
             self.folder.write("config.json", self.config.text())
         except BaseException:
             self.folder.release()
@@ -176,12 +177,14 @@ class Run:
 
     @torch.no_grad()
     def _histograms(self) -> None:
+        """Records where the weights are, in units of their scale: there the levels are the same for all layers."""
         self.engine.sync()
         levels, rows = self.config.build_method().levels, {}
         low, high = levels.centre - 1.1 * levels.radius, levels.centre + 1.1 * levels.radius
         for name, p in self.task.model.named_parameters():
             if p.dim() > 1 and (p in self.task.opt.state or self.config.method == "ref"):
-                rows[name] = torch.histc(p.float().clamp(low, high).cpu(), BINS, low, high).int().tolist()
+                unit = (p / self.task.opt.state.get(p, {}).get("scale", 1)).float()
+                rows[name] = torch.histc(unit.clamp(low, high).cpu(), BINS, low, high).int().tolist()
         self.metrics.write("weights", self.step, range=[low, high], layers=rows)
 
     def _diverged(self, step: int) -> RunError:

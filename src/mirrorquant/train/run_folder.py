@@ -68,6 +68,16 @@ class RunFolder:
         self._held.close()
 
     @property
+    def best(self) -> Path:
+        """The file of the best network."""
+        return next((path for name in BEST if (path := self.path / name).exists()), self.path / BEST[0])
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The files of the checkpoints, the newest first."""
+        return [path for name in CHECKPOINT if (path := self.path / name).exists()]
+
+    @property
     def begun(self) -> bool:
         """Whether a run was started here."""
         return (self.path / "config.json").exists()
@@ -103,15 +113,14 @@ class RunFolder:
     def restore(self, load: Callable[[dict[str, Any]], _T], say: Callable[[str], None]) -> _T | None:
         """The result of ``load`` for the newest checkpoint that is undamaged; None if there is no file."""
         problems = []
-        for path in (self.path / name for name in CHECKPOINT):
-            if path.exists():
-                try:
-                    return checkpoint.use(path, load)
-                except RunError:  # it belongs to another run
-                    raise
-                except MirrorquantError as error:
-                    problems.append(str(error))
-                    say(f"{error}; trying the previous one")
+        for path in self.checkpoints:
+            try:
+                return checkpoint.use(path, load)
+            except RunError:  # noqa: PERF203 (it belongs to another run)
+                raise
+            except MirrorquantError as error:
+                problems.append(str(error))
+                say(f"{error}; trying the previous one")
         if problems:
             raise CheckpointError(f"no undamaged checkpoint is left: {'; '.join(problems)}")
         return None
@@ -133,7 +142,7 @@ class Best:
         path, expected = Path(where), None
         if path.is_dir() or not path.suffix:
             expected = Config.load(path / "config.json")
-            path = next((path / name for name in BEST if (path / name).exists()), path / BEST[0])
+            path = RunFolder(path).best
         return checkpoint.use(path, lambda state: cls._of(state, path, expected))
 
     @classmethod
