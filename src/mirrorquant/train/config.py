@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 from mirrorquant import _files, methods, models, schedules
 from mirrorquant._registry import imported, suggestion
 from mirrorquant.errors import MirrorquantError
-from mirrorquant.levels import BINARY, TERNARY, Levels
-from mirrorquant.methods import Method, Scale
+from mirrorquant.levels import BINARY, TERNARY, Levels, Scale
+from mirrorquant.methods import Method
 from mirrorquant.schedules import Schedule
 
 __all__ = ["KEYS", "Config", "ConfigError", "Key", "parse_levels", "parse_scale", "rescaled", "upgrade"]
@@ -247,10 +247,10 @@ class Config:
 
     def build_method(self) -> Method:
         """The method, for its levels and its scale."""
-        levels, scale = parse_levels(self.levels), parse_scale(self.scale)
+        levels = Levels(*parse_levels(self.levels), scale=None if self.method == "ref" else parse_scale(self.scale))
         if ":" not in self.method:
-            return methods.get(self.method, levels, None if self.method == "ref" else scale)
-        made = imported("Method", self.method, ConfigError)(levels, scale=scale)
+            return methods.get(self.method, levels)
+        made = imported("Method", self.method, ConfigError)(levels)
         if not isinstance(made, Method):
             expected = "a method: name a subclass of mirrorquant.Method"
             raise ConfigError(f"method is {self.method!r}, which makes a {type(made).__name__}, expected {expected}")
@@ -376,13 +376,13 @@ def parse_levels(text: str) -> Levels:
 def parse_scale(text: str) -> Scale | None:
     """``tensor`` or ``channel``, alone or with how the scale is found, as in ``channel-learnt``; empty for none.
 
-    >>> parse_scale("channel-learnt")
-    Scale(per='channel', how='learnt')
+    >>> parse_scale("channel-fixed-he")
+    Scale(per='channel', how='fixed', size='he')
     """
     try:
-        return Scale(*text.split("-", 1)) if text else None
-    except ValueError as error:
-        expected = "tensor or channel, which -fixed, -computed or -learnt may follow"
+        return Scale(*text.split("-")) if text else None
+    except (ValueError, TypeError) as error:
+        expected = "tensor or channel, which -fixed, -computed or -learnt may follow, and then -he"
         raise ConfigError(f"scale is {text!r}, but it must be {expected}: {error}") from error
 
 
