@@ -140,7 +140,7 @@ def stored(model: nn.Module, *, finalized: bool = True) -> tuple[nn.Module, dict
     """
     model = unwrapped(model)
     if finalized and not isinstance(model, PackedModel):
-        return model, entries_of(model, None, stored=True)
+        return model, entries_of(model, None)
     plain = model.plain if isinstance(model, PackedModel) else model
     entries: dict[str, Entry] = model.entries() if isinstance(model, PackedModel) else dict(state(model))
     for name, _ in plain.named_parameters():
