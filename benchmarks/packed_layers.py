@@ -3,7 +3,8 @@
     python benchmarks/packed_layers.py [--only linear lstm] [--batches 1 32] [--seconds 1.5] [--json FILE]
 
 Each module has binary weights and runs in eager PyTorch and after ``mq.pack``, in eval mode, without gradients, with
-one thread. Both take turns, in short rounds; printed are the medians, and their ratio (above 1: packed takes longer).
+one thread. Both take turns, in short rounds; printed are the medians of the processor time, which other jobs on the
+machine disturb less than the time on the clock, and the median ratio of the rounds (above 1: packed takes longer).
 """
 
 import argparse
@@ -198,22 +199,23 @@ def binary(model: nn.Module) -> nn.Module:
 
 
 def measure(calls: list[Callable[[], Any]], seconds: float) -> list[list[float]]:
-    """Microseconds per call of each, round by round; they take turns of two milliseconds or more."""
+    """Microseconds of processor time per call of each, round by round; they take turns of a millisecond or more."""
     counts = []
     for call in calls:
         for _ in range(3):
             call()
-        start = time.perf_counter()
+        start = time.thread_time()
         call()
-        counts.append(max(1, int(0.002 / max(time.perf_counter() - start, 1e-6))))
+        counts.append(max(1, int(0.001 / max(time.thread_time() - start, 1e-6))))
     times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[0]) < 15:
-        for call, count, found in zip(calls, counts, times, strict=True):
-            start = time.perf_counter()
+    while time.perf_counter() < end or len(times[0]) < 20:
+        order = list(zip(calls, counts, times, strict=True))
+        for call, count, found in order if len(times[0]) % 2 else reversed(order):
+            start = time.thread_time()
             for _ in range(count):
                 call()
-            found.append(1e6 * (time.perf_counter() - start) / count)
+            found.append(1e6 * (time.thread_time() - start) / count)
     return times
 
 

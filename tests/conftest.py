@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from torch import nn
 
 import mirrorquant as mq
+from mirrorquant.packing import layers, model
 
 METHODS = [name for name in mq.methods.names() if name != "ref"]
 torch.set_num_threads(1)
@@ -60,3 +61,12 @@ def train(model, opt, steps, start=0):
 @pytest.fixture(params=METHODS)
 def method(request):
     return request.param
+
+
+@pytest.fixture
+def small_on_bits(request, monkeypatch):
+    """Small layers on bits, too, and small networks compiled, except in tests that are marked ``by_default``."""
+    if not request.node.get_closest_marker("by_default"):
+        for least in ("_FEWEST_WEIGHTS", "_MANY_WEIGHTS", "_FEWEST_CHANNELS"):
+            monkeypatch.setattr(layers, least, 1)
+        monkeypatch.setattr(model, "_FEWEST_FUSED", 0)

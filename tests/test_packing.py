@@ -21,22 +21,18 @@ from torch import nn
 import mirrorquant as mq
 from mirrorquant.levels import Levels
 from mirrorquant.nn import BinaryActivation
-from mirrorquant.packing import PackedConv2d, PackedLinear, PackedTensor, PackError, fuse, kernels, layers
+from mirrorquant.packing import PackedConv2d, PackedLinear, PackedTensor, PackError, fuse, kernels
 from mirrorquant.packing.bits import pack_bits, unpack_bits
 
 LEVELS = [mq.BINARY, mq.TERNARY, 0.1 * mq.BINARY, Levels(-1, 0.25, 1, 3), Levels(*range(16)), Levels(*range(100))]
 
 
+pytestmark = pytest.mark.usefixtures("small_on_bits")
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def on_bits(monkeypatch):
-    """Small linear layers on bits, too, so that networks of them are compiled."""
-    for least in ("_FEWEST_WEIGHTS", "_MANY_WEIGHTS", "_FEWEST_CHANNELS"):
-        monkeypatch.setattr(layers, least, 1)
 
 
 # Tensors.
@@ -260,7 +256,7 @@ def test_networks_of_the_paper_give_the_same_predictions_packed_and_come_back_to
 def test_other_levels_and_scales_run_packed_too(levels):
     model, x = network("digitsnet", levels), images("digitsnet")
     packed = mq.pack(model, levels=levels)
-    assert packed.layers() == (["conv1", "conv2", "conv3"] if len(levels) < 4 else [])
+    assert packed.layers() == (["conv1", "conv2", "conv3", "fc"] if len(levels) < 4 else [])
     assert held_as_bits(packed) == ["conv1", "conv2", "conv3", "fc"]
     agree(packed(x), model, x)
     assert same_state(mq.unpack(packed), model)
@@ -353,7 +349,7 @@ def test_compilers_see_one_graph():
         agree(program.module()(x), plain, x)
         assert program.module()(images("digitsnet", 9)).shape == (9, 10)
     kinds = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert {"mirrorquant.conv2d.default", "aten.linear.default"} <= kinds
+    assert {"mirrorquant.conv2d.default", "mirrorquant.linear.default"} <= kinds
     wide, x = mq.pack(on_levels(nn.Sequential(nn.Linear(256, 256), nn.ReLU()))), torch.randn(3, 256)
     assert torch.equal(torch.compile(wide, backend="eager", fullgraph=True)(x), wide(x))
     with torch.no_grad():
@@ -457,8 +453,19 @@ def test_a_residual_block_becomes_two_calls():
 def test_nothing_is_compiled_without_fuse_or_without_layers_on_bits():
     with compiled_graphs() as graphs:
         mq.pack(on_levels(nn.Sequential(Block("method"))), fuse=False)(torch.randn(2, 8, 6, 6))
-        mq.pack(on_levels(nn.Sequential(nn.Linear(12, 5), nn.ReLU())))(torch.randn(2, 12))
+        mq.pack(on_levels(nn.Sequential(nn.LSTM(12, 5))))(torch.randn(2, 12))
     assert not graphs
+
+
+@pytest.mark.by_default
+def test_networks_are_compiled_only_where_that_is_faster():
+    small = nn.Sequential(nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU())
+    large = nn.Sequential(nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.Conv2d(32, 1024, 3))
+    signs = nn.Sequential(nn.Conv2d(16, 16, 3), BinaryActivation(), nn.Conv2d(16, 16, 3))
+    linear = nn.Sequential(nn.Linear(512, 1024), nn.BatchNorm1d(1024), nn.ReLU())
+    packed = [mq.pack(on_levels(model)) for model in (small, large, signs, linear)]
+    assert [model.fused for model in packed] == [False, True, True, False]
+    assert [model.layers() for model in packed] == [[], ["0", "2"], ["0", "2"], ["0"]]
 
 
 @torch.no_grad()
@@ -506,7 +513,7 @@ class Optional(nn.Module):
 
 
 @torch.no_grad()
-def test_optional_arguments_keep_their_meaning(on_bits):
+def test_optional_arguments_keep_their_meaning():
     model, x, mask = on_levels(Optional()), torch.randn(3, 8), torch.rand(3, 4)
     packed = mq.pack(model)
     assert packed.fused
@@ -524,7 +531,7 @@ class Branches(nn.Module):
 
 
 @torch.no_grad()
-def test_a_network_that_branches_on_values_is_fused_piece_by_piece(on_bits):
+def test_a_network_that_branches_on_values_is_fused_piece_by_piece():
     model = on_levels(Branches())
     packed = mq.pack(model)
     with compiled_graphs() as graphs:
@@ -548,7 +555,7 @@ def test_what_cannot_be_compiled_runs_packed_and_says_so(monkeypatch):
 
 
 @torch.no_grad()
-def test_an_error_of_the_network_is_raised_as_it_is(on_bits):
+def test_an_error_of_the_network_is_raised_as_it_is():
     packed = mq.pack(on_levels(Branches()))
     with pytest.raises(ValueError, match=r"x is \[3, 9\], but a weight of \[4, 8\] needs rows of 8"):
         packed(torch.randn(3, 9))
@@ -567,7 +574,7 @@ class Mirrored(nn.Module):
 
 
 @torch.no_grad()
-def test_a_weight_that_is_used_apart_from_its_layer_is_cast_and_loaded_with_it(on_bits):
+def test_a_weight_that_is_used_apart_from_its_layer_is_cast_and_loaded_with_it():
     model, x = on_levels(Mirrored()), torch.randn(3, 8)
     packed = mq.pack(model)
     agree(packed(x), model, x)
@@ -592,7 +599,7 @@ class Remembers(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
-def test_a_model_that_keeps_computed_tensors_can_be_packed(on_bits):
+def test_a_model_that_keeps_computed_tensors_can_be_packed():
     model, x = Remembers().eval(), torch.randn(3, 8)
     model.second.weight.data.sign_()
     expected = model(x)
@@ -612,7 +619,7 @@ class Counts(nn.Module):
 
 
 @torch.no_grad()
-def test_a_forward_that_sets_attributes_sets_them_once_per_call(on_bits, tmp_path):
+def test_a_forward_that_sets_attributes_sets_them_once_per_call(tmp_path):
     model, x = on_levels(Counts()), torch.randn(3, 8)
     packed = mq.pack(model)
     assert packed.network.calls == 0
@@ -637,7 +644,7 @@ class Asks(nn.Module):
 
 
 @torch.no_grad()
-def test_questions_are_answered_as_when_it_runs(on_bits):
+def test_questions_are_answered_as_when_it_runs():
     x = torch.randn(3, 8)
     with torch.enable_grad():
         model = on_levels(Asks("gradient"))
@@ -650,7 +657,7 @@ def test_questions_are_answered_as_when_it_runs(on_bits):
     agree(packed(x), model, x)
 
 
-def test_hooks_are_not_lost(on_bits):
+def test_hooks_are_not_lost():
     model = on_levels(nn.Sequential(nn.Sequential(nn.Linear(8, 4)), nn.Linear(4, 4)))
     model[0].register_forward_hook(lambda module, inputs, output: output + 100)
     model[1].register_forward_hook(lambda module, inputs, output: -output)
@@ -663,7 +670,7 @@ def test_hooks_are_not_lost(on_bits):
 
 
 @torch.no_grad()
-def test_a_forward_that_was_put_into_a_layer_is_not_lost(on_bits):
+def test_a_forward_that_was_put_into_a_layer_is_not_lost():
     model, x = on_levels(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4))), torch.randn(3, 8)
     model[0].forward = types.MethodType(lambda layer, x: -nn.Linear.forward(layer, x), model[0])
     model[1].forward = types.MethodType(lambda layer, x: x.abs(), model[1])
@@ -799,7 +806,7 @@ class AsksTorch(nn.Module):
 
 
 @torch.no_grad()
-def test_a_network_that_asks_torch_for_a_tensor_gets_the_right_answer(on_bits):
+def test_a_network_that_asks_torch_for_a_tensor_gets_the_right_answer():
     model, x = on_levels(AsksTorch()), torch.randn(2, 8)
     packed = mq.pack(model)
     assert packed.fused
@@ -888,7 +895,7 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
-def test_state_and_randomness_are_those_of_the_plain_model(way, on_bits, monkeypatch):
+def test_state_and_randomness_are_those_of_the_plain_model(way, monkeypatch):
     plain = on_levels(Stateful(way))
     packed = mq.pack(plain)
     assert packed.fused
@@ -917,7 +924,7 @@ class Table(nn.Module):
 
 
 @torch.no_grad()
-def test_an_array_is_not_taken_for_constant(on_bits):
+def test_an_array_is_not_taken_for_constant():
     model, x = on_levels(Table()), torch.randn(3, 8)
     packed = mq.pack(model)
     for value in (3.0, 4.0):
@@ -941,7 +948,7 @@ class Cached(nn.Module):
 
 
 @torch.no_grad()
-def test_a_cache_of_keys_and_values_grows_token_by_token(on_bits):
+def test_a_cache_of_keys_and_values_grows_token_by_token():
     model = on_levels(Cached())
     packed = mq.pack(model)
     for token in torch.randn(5, 1, 1, 8):
@@ -1150,7 +1157,7 @@ def test_ordinary_networks_run_fused(recwarn):
     assert not [w for w in recwarn if "packed" in str(w.message)]
 
 
-def test_several_threads_pack_while_others_compute(on_bits):
+def test_several_threads_pack_while_others_compute():
     models = [network("digitsnet"), on_levels(Dense()), on_levels(Asks("type")), on_levels(AsksTorch())]
     inputs = [images("digitsnet"), torch.randn(2, 3, 8, 8), torch.randn(3, 8), torch.randn(3, 8)]
     with torch.no_grad():
@@ -1176,17 +1183,21 @@ def test_several_threads_pack_while_others_compute(on_bits):
 # Where bits do not pay.
 
 
+@pytest.mark.by_default
 def test_layers_that_bits_slow_down_compute_with_floats_and_are_stored_as_bits(tmp_path):
-    layers = [nn.Conv2d(32, 32, 3), nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 64, 3, groups=4), nn.Flatten()]
-    model = on_levels(nn.Sequential(*layers, nn.Linear(256, 256), nn.Linear(256, 255), nn.BatchNorm1d(255)))
+    layers = [nn.Conv2d(32, 1024, 3), nn.Conv2d(1024, 1024, 3, groups=1024), nn.Conv2d(1024, 64, 3, groups=4)]
+    layers += [nn.Flatten(), nn.Linear(256, 256), nn.Linear(256, 255), nn.BatchNorm1d(255), nn.Linear(255, 1024)]
+    model = on_levels(nn.Sequential(*layers, nn.Linear(1024, 63), nn.Linear(63, 2048)))
     packed, x = mq.pack(model), torch.randn(2, 32, 8, 8)
-    assert packed.layers() == ["0", "2", "4"]
-    assert held_as_bits(packed) == ["0", "1", "2", "4", "5"]
+    assert packed.layers() == ["0", "2", "4", "7"]
+    assert held_as_bits(packed) == ["0", "1", "2", "4", "5", "7", "8", "9"]
     assert type(packed.network[1]) is nn.Conv2d
     assert packed.runs["0.weight"] == "bits"
     assert packed.runs["0.bias"] == "float: a vector"
     assert packed.runs["1.weight"] == "float: groups of fewer than 8 or 16 channels in and out"
+    assert packed.runs["4.weight"] == "bits from 16 rows on; float: fewer rows are faster"
     assert packed.runs["5.weight"] == "float: fewer than 65,536 weights"
+    assert packed.runs["9.weight"] == "float: fewer than 64 inputs or outputs"
     agree(packed(x), model, x)
     agree(packed.double()(x.double()), model, x)
     agree(packed.float()(x), model, x)
@@ -1224,7 +1235,7 @@ def test_no_call_of_a_transformer_unpacks_a_weight_again(unpacked):
 
 
 @torch.no_grad()
-def test_a_weight_that_others_read_is_unpacked_once(unpacked, on_bits):
+def test_a_weight_that_others_read_is_unpacked_once(unpacked):
     model, x = on_levels(Mirrored()), torch.randn(3, 8)
     packed = mq.pack(model, fuse=False)
     packed(x)

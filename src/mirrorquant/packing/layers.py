@@ -36,15 +36,17 @@ from mirrorquant.packing.kernels.prepared import is_wide
 
 __all__ = ["PackedConv2d", "PackedLinear", "fewest_rows", "why_floats"]
 
-_FEWEST_IN_KERNELS = 1 << 15  # weights of a convolution
-_FEWEST_WEIGHTS = 1 << 16  # of a linear layer: 256 x 256
+# What makes bits slower than floats, on processors with AVX2: see benchmarks/packed_layers.py.
+_FEWEST_WEIGHTS = 1 << 16  # 256 x 256
 _MANY_WEIGHTS = 1 << 18  # 512 x 512: from here on bits are faster for a single row, too
-_FEWEST_ROWS = 16  # for layers in between
+_FEWEST_ROWS = 16  # for linear layers in between
 _FEWEST_CHANNELS = 64  # inputs and outputs of a linear layer
 
 
-def why_floats(layer: nn.Conv2d | nn.Linear, levels: Sequence[float]) -> str:
+def why_floats(layer: nn.Conv2d | nn.Linear, levels: Sequence[float], *, fused: bool = False) -> str:
     """Why a layer should compute with floats: no kernel, or a slower one; empty if bits are faster.
+
+    Convolutions of a network that is ``fused`` may be small: they take over the work of their neighbors.
 
     >>> why_floats(nn.Linear(512, 512), (-1, 1))
     ''
@@ -53,13 +55,11 @@ def why_floats(layer: nn.Conv2d | nn.Linear, levels: Sequence[float]) -> str:
     """
     if fallback.affine(levels) is None:
         return f"no kernel for {len(levels)} levels" + " that are not equidistant" * (len(levels) == 3)
+    if layer.weight.numel() < _FEWEST_WEIGHTS and not (fused and isinstance(layer, nn.Conv2d)):
+        return f"fewer than {_FEWEST_WEIGHTS:,} weights"
     if isinstance(layer, nn.Linear):
-        if layer.weight.numel() < _FEWEST_WEIGHTS:
-            return f"fewer than {_FEWEST_WEIGHTS:,} weights"
         slender = min(layer.weight.shape) < _FEWEST_CHANNELS
         return f"fewer than {_FEWEST_CHANNELS} inputs or outputs" if slender else ""
-    if layer.weight.numel() < _FEWEST_IN_KERNELS:
-        return f"fewer than {_FEWEST_IN_KERNELS:,} weights"
     return "" if is_wide(layer.weight.shape, layer.groups) else "groups of fewer than 8 or 16 channels in and out"
 
 

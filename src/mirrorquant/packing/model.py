@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves
 
 from mirrorquant import _owners
 from mirrorquant.levels import Levels
+from mirrorquant.nn import BinaryActivation
 from mirrorquant.packing.bits import PackedTensor, PackError, off_level
 from mirrorquant.packing.fuse import compiled
 from mirrorquant.packing.layers import PackedConv2d, PackedLinear, fewest_rows, why_floats
@@ -30,6 +32,7 @@ __all__ = ["PackedModel", "pack", "unpack"]
 Entry = PackedTensor | Tensor
 _LAYERS: dict[type[nn.Module], Any] = {nn.Conv2d: PackedConv2d, nn.Linear: PackedLinear}
 _PACKED = (PackedConv2d, PackedLinear)
+_FEWEST_FUSED = 1 << 18  # weights of convolutions that make up for the overhead of a compiled call
 _CLOSEST = 1e-3  # of the largest level: the least distance between levels
 
 
@@ -56,8 +59,9 @@ def pack(
             of the largest apart. Layers that have more values stay in float; a weight that an optimizer has not
             finalized raises an error.
         skip: patterns of the layers that stay in float, as in :func:`mirrorquant.split`.
-        fuse: whether packed layers take over the batch norm, addition and ReLU that follow them, by ``torch.compile``.
-            The first call compiles the model, in 2 to 3 seconds for a ResNet-18; so does the first call with another
+        fuse: whether packed layers take over the batch norm, addition and ReLU that follow them, by ``torch.compile``,
+            in networks where that is faster: with 262,144 or more weights in convolutions, or binary activations. The
+            first call compiles the model, in 2 to 3 seconds for a ResNet-18; so does the first call with another
             batch size, after which any batch size runs. If something that ``forward`` depends on changes, the next call
             compiles again. A model that branches on values of tensors is compiled in pieces. One that torch cannot
             compile runs without fusion after a warning, and the call in which that happened is repeated.
@@ -230,6 +234,8 @@ def filled(model: nn.Module, tensors: Mapping[str, Tensor], layers: Mapping[str,
     for name, tensor in state(model):
         if name in tensors:
             new = tensors[name].detach()
+            if new.dim() == 4:
+                new = new.contiguous(memory_format=suggest_memory_format(tensor))  # which bits do not have
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
     return copy.deepcopy(model, memo)
@@ -333,13 +339,14 @@ def _off(name: str, tensor: Tensor, levels: Levels | None) -> str:
 def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, int8: bool = False) -> PackedModel:
     """A packed model from a skeleton and its tensors; a layer is packed if its weight comes as bits, and that pays."""
     names = {id(tensor): name for name, tensor in state(plain)}
+    fuse = fuse and _fusion_pays(plain, entries)
     levels = {name: entry.levels for name, entry in entries.items() if isinstance(entry, PackedTensor)}
     layers: dict[str, nn.Module] = {}
     runs: dict[str, list[str]] = {name: [] for name in levels}
     for path, module in plain.named_modules():
         own = {key: names.get(id(p), "") for key, p in module.named_parameters(recurse=False)}
         weight, bias = (entries.get(own.get(key, "")) for key in ("weight", "bias"))
-        why = _why_floats(plain, path, weight, int8)
+        why = _why_floats(plain, path, weight, int8=int8, fused=fuse)
         if not why:
             options = {"int8": int8} if isinstance(module, nn.Linear) else {}
             layers[path] = _LAYERS[type(module)](module, weight, None if bias is None else _numbers(bias), **options)
@@ -359,7 +366,17 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
     return PackedModel(network, plain, joined, levels, fuse=fuse and not isinstance(network, _PACKED))
 
 
-def _why_floats(plain: nn.Module, path: str, weight: Entry | None, int8: bool) -> str:
+def _fusion_pays(plain: nn.Module, entries: Mapping[str, Entry]) -> bool:
+    """Whether a compiled network is faster: with large convolutions as bits, or after signs."""
+    if any(isinstance(module, BinaryActivation) for module in plain.modules()):
+        return True
+    names = {id(tensor): name for name, tensor in state(plain)}
+    kernels = {names.get(id(module.weight)): module for module in plain.modules() if type(module) is nn.Conv2d}
+    on_bits = [layer for name, layer in kernels.items() if isinstance(entries.get(name or ""), PackedTensor)]
+    return sum(layer.weight.numel() for layer in on_bits) >= _FEWEST_FUSED
+
+
+def _why_floats(plain: nn.Module, path: str, weight: Entry | None, *, int8: bool, fused: bool) -> str:
     """Why a module runs with floats; empty if it runs on bits."""
     module, parent = plain.get_submodule(path), plain.get_submodule(path.rpartition(".")[0])
     if type(module) not in _LAYERS or not isinstance(weight, PackedTensor):
@@ -372,4 +389,4 @@ def _why_floats(plain: nn.Module, path: str, weight: Entry | None, int8: bool) -
     if not weight.planes.numel():
         return "it is empty"
     assert isinstance(module, (nn.Conv2d, nn.Linear))
-    return "" if int8 and isinstance(module, nn.Linear) else why_floats(module, weight.levels)
+    return "" if int8 and isinstance(module, nn.Linear) else why_floats(module, weight.levels, fused=fused)
