@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 
-from mirrorquant import export, models, packing
+from mirrorquant import export, packing
 from mirrorquant.cli import main
 from mirrorquant.packing import kernels
 from mirrorquant.train import recipes
@@ -282,14 +282,6 @@ def test_a_wrong_number_is_told_with_what_it_should_be(arguments, message, capsy
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in capsys.readouterr().err
-
-
-def test_the_weights_of_a_float_network_are_had_as_the_message_says(tmp_path, capsys):
-    assert main(["train", "digits/digitsnet/ref", *TINY, "--out", str(tmp_path / "ref"), "--quiet"]) == 0
-    capsys.readouterr()
-    assert main(["pack", str(tmp_path / "ref")]) == 1
-    call = re.search(r"torch\.load\(.*\)\['model'\]", capsys.readouterr().err)[0]
-    models.build("digitsnet", 10, affine=True).load_state_dict(eval(call, {"torch": torch}))
 
 
 def test_the_value_of_an_option_is_no_override(tmp_path, monkeypatch, capsys):

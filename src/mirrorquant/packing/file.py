@@ -85,7 +85,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, fuse: 
         PackError: the file is damaged, was modified, has a newer format, or belongs to another model. The errors of
             a run are those of its configuration and checkpoint, also :class:`MirrorquantError`.
     """
-    if Path(path).is_dir():
+    if (Path(path) / "config.json").exists():
         if model is not None:
             raise PackError(f"{path} is a run, which builds its own model: leave out model=")
         from mirrorquant.train import Best  # which needs this package

@@ -75,7 +75,7 @@ def pack(
 
     Example:
         >>> import torch, mirrorquant as mq
-        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 256), torch.nn.ReLU(), torch.nn.Linear(256, 2))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 2))
         >>> _ = model[0].weight.data.sign_()
         >>> packed = mq.pack(model)
         >>> packed.runs
