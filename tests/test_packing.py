@@ -1246,6 +1246,160 @@ def test_a_weight_that_others_read_is_unpacked_once(unpacked):
     agree(packed(x), model, x)
 
 
+# Modules of every kind.
+
+
+class Attends(nn.Module):
+    """Attention of linear layers, as people write it."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x, mask=None):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def encoder(width=64):
+    layer = nn.TransformerEncoderLayer(width, 4, 2 * width, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+TOKENS = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(3, 64, 6, 6, generator=torch.Generator().manual_seed(0))
+MODULES = {
+    "attention": (lambda: nn.MultiheadAttention(64, 4, batch_first=True), (TOKENS, TOKENS, TOKENS)),
+    "attention to others": (lambda: nn.MultiheadAttention(64, 4, kdim=64, vdim=32, batch_first=True), None),
+    "custom attention": (Attends, (TOKENS,)),
+    "encoder": (encoder, (TOKENS,)),
+    "decoder": (lambda: nn.TransformerDecoderLayer(64, 4, 1024, batch_first=True), (TOKENS, TOKENS)),
+    "transformer": (lambda: nn.Transformer(64, 4, 1, 1, 64, batch_first=True), (TOKENS, TOKENS)),
+    "LSTM": (lambda: nn.LSTM(64, 48, 2, bidirectional=True, proj_size=8), (TOKENS,)),
+    "GRU": (lambda: nn.GRU(64, 48, batch_first=True), (TOKENS,)),
+    "RNN": (lambda: nn.RNN(64, 48), (TOKENS,)),
+    "LSTM cell": (lambda: nn.LSTMCell(64, 48), (TOKENS[0],)),
+    "Conv1d": (lambda: nn.Conv1d(5, 16, 3, padding=1, stride=2), (TOKENS,)),
+    "Conv3d": (lambda: nn.Conv3d(64, 8, 3, padding=1), (IMAGES[:, :, None],)),
+    "depthwise": (lambda: nn.Conv2d(64, 64, 3, groups=64), (IMAGES,)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(64, 32, 4, stride=2, groups=2), (IMAGES,)),
+    "Embedding": (lambda: nn.Embedding(40, 64), (torch.arange(40).reshape(4, 10),)),
+    "Bilinear": (lambda: nn.Bilinear(64, 64, 8), (TOKENS, TOKENS)),
+    "Linear": (lambda: nn.Linear(64, 4096), (TOKENS,)),
+    "linear of one row": (lambda: nn.Linear(512, 512), (torch.ones(512),)),
+}
+MODULES["attention to others"] = (MODULES["attention to others"][0], (TOKENS, TOKENS, TOKENS[:, :, :32]))
+
+
+def scaled(model, levels, per_row):
+    """The model with its matrices on c * levels, c for each tensor or for each index of dimension 0."""
+    generator = torch.Generator().manual_seed(0)
+    on_levels(model, levels)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            size = [len(parameter), *[1] * (parameter.dim() - 1)] if per_row and parameter.dim() > 1 else [1]
+            parameter.mul_(0.02 + 0.1 * torch.rand(size, generator=generator))
+            if parameter.dim() < 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.mark.by_default
+@pytest.mark.parametrize("per_row", [False, True], ids=["one scale", "a scale per row"])
+@pytest.mark.parametrize("levels", [mq.BINARY, mq.TERNARY], ids=["binary", "ternary"])
+@pytest.mark.parametrize("kind", MODULES)
+@torch.no_grad()
+def test_modules_of_every_kind_are_packed_saved_loaded_and_run(kind, levels, per_row, unpacked, tmp_path):
+    make, inputs = MODULES[kind]
+    model = scaled(make(), levels, per_row)
+    packed = mq.pack(model)
+    mq.save(packed, tmp_path / "net.safetensors")
+    loaded = mq.load(tmp_path / "net.safetensors", make())
+    matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
+    for run in (packed, loaded):
+        assert same_state(mq.unpack(run).eval(), model)
+        assert run.runs.keys() == matrices
+        run(*inputs)
+        unpacked.clear()
+        agree(run(*inputs), model, *inputs)
+        assert not unpacked
+    rows = {row.name: row for row in mq.summary(packed).rows}
+    for name in matrices:
+        assert (rows[name].bits, rows[name].scaled) == (len(levels) - 1, True)
+        assert rows[name].runs == packed.runs[name]
+        assert rows[name].runs.startswith(("bits", "float: "))
+    assert "runs on" in str(mq.summary(packed))
+    assert "runs on" not in str(mq.summary(model))
+
+
+@pytest.mark.by_default
+@torch.no_grad()
+def test_few_rows_of_a_small_linear_layer_are_computed_with_floats_of_any_dtype():
+    model = scaled(nn.Linear(256, 300), mq.BINARY, True)
+    packed = mq.pack(model)
+    for shape in ((256,), (1, 256), (15, 256), (16, 256), (2, 8, 256)):
+        x = torch.randn(shape)
+        agree(packed(x), model, x)
+        assert packed(x.double()).dtype == torch.float64
+    other = scaled(nn.Linear(256, 300), mq.BINARY, False)
+    packed.load_state_dict(mq.pack(other).state_dict())
+    x = torch.randn(2, 256)
+    agree(packed(x), other, x)
+    agree(copy.deepcopy(packed).double()(x.double()), other, x)
+
+
+class Several(nn.Module):
+    """Takes a dictionary, tuples and keyword arguments, and returns them."""
+
+    def __init__(self):
+        super().__init__()
+        self.attends, self.head = Attends(), nn.Linear(64, 8)
+
+    def forward(self, batch, *others, gain=1.0, mask=None):
+        x = self.attends(batch["x"] + sum(others), mask=mask) * gain
+        return {"tokens": x, "heads": (self.head(x[:, 0]), self.head(x[:, -1]))}
+
+
+@torch.no_grad()
+def test_dictionaries_and_keyword_arguments_go_in_and_out():
+    model, x, mask = scaled(Several(), mq.BINARY, True), TOKENS, torch.rand(5, 5)
+    for packed in (mq.pack(model), mq.pack(model, fuse=False)):
+        for others, options in (((), {}), ((x, x), {"gain": 0.5}), ((x,), {"mask": mask})):
+            found = packed({"x": x}, *others, **options)
+            assert list(found) == ["tokens", "heads"]
+            assert isinstance(found["heads"], tuple)
+            agree(found, model, {"x": x}, *others, **options)
+
+
+@pytest.mark.by_default
+def test_tensors_that_two_modules_share_say_how_each_of_them_runs():
+    model = nn.Sequential(nn.Embedding(1000, 512), nn.Linear(512, 1000, bias=False))
+    model[1].weight = model[0].weight
+    model[0].weight.data.sign_()
+    assert mq.pack(model).runs == {"0.weight": "float: nn.Embedding has no kernel for bits; bits"}
+
+
+@pytest.mark.by_default
+@torch.no_grad()
+def test_hooks_of_a_packed_model_are_called_and_gradients_are_off():
+    packed, seen = mq.pack(on_levels(nn.LSTM(8, 8))), []
+    x = torch.randn(3, 8, requires_grad=True)
+    with torch.enable_grad():
+        assert not packed(x)[0].requires_grad
+    packed.register_forward_hook(lambda *values: seen.append(values))
+    packed(x)
+    assert len(seen) == 1
+
+
+@pytest.mark.by_default
+def test_weights_in_channels_last_stay_in_it():
+    model = on_levels(nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3))).to(memory_format=torch.channels_last)
+    packed, x = mq.pack(model), torch.randn(2, 8, 8, 8)
+    assert packed(x).stride() == model(x).stride()
+    assert mq.unpack(packed)[0].weight.stride() == model[0].weight.stride()
+
+
 # What ordinary networks do besides.
 
 
