@@ -3,13 +3,13 @@
 import os
 import tempfile
 
+import packed
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from torch import nn
 
 import mirrorquant as mq
-from mirrorquant.packing import layers, model
 
 METHODS = [name for name in mq.methods.names() if name != "ref"]
 torch.set_num_threads(1)
@@ -67,6 +67,5 @@ def method(request):
 def small_on_bits(request, monkeypatch):
     """Small layers on bits, too, and small networks compiled, except in tests that are marked ``by_default``."""
     if not request.node.get_closest_marker("by_default"):
-        for least in ("_FEWEST_WEIGHTS", "_MANY_WEIGHTS", "_FEWEST_CHANNELS"):
-            monkeypatch.setattr(layers, least, 1)
-        monkeypatch.setattr(model, "_FEWEST_FUSED", 0)
+        for module, name, value in packed.ALL_ON_BITS:
+            monkeypatch.setattr(module, name, value)

@@ -14,9 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import mirrorquant as mq
-from mirrorquant.packing import fuse
+from mirrorquant.packing import fuse, layers, model
 
 SHAPES = {"digitsnet": (1, 8, 8), "mobilenetv2": (3, 32, 32), "resnet18": (3, 32, 32), "vgg16": (3, 32, 32)}
+
+# With these values small layers run on bits, too, and small networks are compiled.
+ALL_ON_BITS = [(layers, name, 1) for name in ("_FEWEST_WEIGHTS", "_MANY_WEIGHTS", "_FEWEST_CHANNELS")]
+ALL_ON_BITS += [(model, "_FEWEST_FUSED", 0)]
 
 
 def on_levels(model, levels=mq.BINARY, seed=0):
