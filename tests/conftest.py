@@ -3,6 +3,7 @@
 import os
 import tempfile
 
+import packed
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -60,3 +61,11 @@ def train(model, opt, steps, start=0):
 @pytest.fixture(params=METHODS)
 def method(request):
     return request.param
+
+
+@pytest.fixture
+def small_on_bits(request, monkeypatch):
+    """Small layers on bits, too, and small networks compiled, except in tests that are marked ``by_default``."""
+    if not request.node.get_closest_marker("by_default"):
+        for module, name, value in packed.ALL_ON_BITS:
+            monkeypatch.setattr(module, name, value)

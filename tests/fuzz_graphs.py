@@ -14,7 +14,7 @@ import warnings
 import numpy as np
 import torch
 import torch.nn.functional as F
-from packed import Jitter, allowed, compiled_graphs
+from packed import ALL_ON_BITS, Jitter, allowed, compiled_graphs
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -409,6 +409,8 @@ def check(seed):
 def main(count, first=0):
     """Compares networks; prints how many there were, ran fused and differed."""
     torch.set_num_threads(1)
+    for module, name, value in ALL_ON_BITS:
+        setattr(module, name, value)
     done = fused = plain = plain_fused = 0
     wrong = []
     seed = first

@@ -14,9 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import mirrorquant as mq
-from mirrorquant.packing import PackedConv2d, PackedLinear, fuse
+from mirrorquant.packing import fuse, layers, model
 
 SHAPES = {"digitsnet": (1, 8, 8), "mobilenetv2": (3, 32, 32), "resnet18": (3, 32, 32), "vgg16": (3, 32, 32)}
+
+# With these values small layers run on bits, too, and small networks are compiled.
+ALL_ON_BITS = [(layers, name, 1) for name in ("_FEWEST_WEIGHTS", "_MANY_WEIGHTS", "_FEWEST_CHANNELS")]
+ALL_ON_BITS += [(model, "_FEWEST_FUSED", 0)]
 
 
 def on_levels(model, levels=mq.BINARY, seed=0):
@@ -53,8 +57,10 @@ def same_state(a, b):
 
 
 def held_as_bits(packed):
-    """The names of the layers whose weights a packed model holds as bits, whatever they compute with."""
-    return [name for name, m in packed.network.named_modules() if isinstance(m, (PackedConv2d, PackedLinear))]
+    """The names of the convolution and linear layers whose weights were found on levels, whatever they compute with."""
+    layers = [(name, m) for name, m in packed.plain.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    bits = {id(p) for name, p in packed.plain.named_parameters() if name in packed.runs}
+    return [name for name, layer in layers if id(layer.weight) in bits]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 
-from mirrorquant import export, models, packing
+from mirrorquant import export, packing
 from mirrorquant.cli import main
 from mirrorquant.packing import kernels
 from mirrorquant.train import recipes
@@ -284,14 +284,6 @@ def test_a_wrong_number_is_told_with_what_it_should_be(arguments, message, capsy
     assert message in capsys.readouterr().err
 
 
-def test_the_weights_of_a_float_network_are_had_as_the_message_says(tmp_path, capsys):
-    assert main(["train", "digits/digitsnet/ref", *TINY, "--out", str(tmp_path / "ref"), "--quiet"]) == 0
-    capsys.readouterr()
-    assert main(["pack", str(tmp_path / "ref")]) == 1
-    call = re.search(r"torch\.load\(.*\)\['model'\]", capsys.readouterr().err)[0]
-    models.build("digitsnet", 10, affine=True).load_state_dict(eval(call, {"torch": torch}))
-
-
 def test_the_value_of_an_option_is_no_override(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", *TINY, "lr=0.1", "--out", "lr=0.1", "--quiet", "--json"]) == 0
@@ -302,8 +294,40 @@ def test_the_value_of_an_option_is_no_override(tmp_path, monkeypatch, capsys):
     assert main(["train", "--resume", "--quiet"]) == 1
 
 
+def test_a_float_network_is_packed_exported_and_tested_as_any_other(tmp_path, capsys):
+    run = tmp_path / "ref"
+    assert main(["train", "digits/digitsnet/ref", *TINY, "--out", str(run), "--quiet"]) == 0
+    assert main(["pack", str(run)]) == 0
+    assert main(["export", str(run / "packed.safetensors"), "--to", "onnx"]) == 0
+    assert main(["export", str(run), "--to", "onnx", "-o", str(tmp_path / "net.onnx")]) == 0
+    assert (tmp_path / "net.onnx").read_bytes() == (run / "packed.onnx").read_bytes()
+    capsys.readouterr()
+    found = []
+    for what in (run, run / "packed.safetensors", run / "packed.onnx"):
+        assert main(["eval", str(what), "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["accuracy"])
+    assert found == pytest.approx(found[:1] * 3)
+    assert main(["eval", str(run / "packed.safetensors")]) == 0
+    assert "run in float32" in capsys.readouterr().out
+    loaded = packing.load(run)
+    assert not loaded.runs
+    assert loaded.about["method"] == "ref"
+
+
+def test_the_folder_of_a_run_loads_as_its_packed_file(run_folder, tmp_path):
+    assert main(["pack", str(run_folder), "-o", str(tmp_path / "net.safetensors")]) == 0
+    loaded, packed = packing.load(run_folder), packing.load(tmp_path / "net.safetensors")
+    assert loaded.about == packed.about
+    assert loaded.runs == packed.runs
+    x = torch.randn(3, 1, 8, 8)
+    assert torch.equal(loaded(x), packed(x))
+    packing.save(loaded, tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "net.safetensors").read_bytes()
+    with pytest.raises(packing.PackError, match="is a run, which builds its own model: leave out model="):
+        packing.load(run_folder, packing.unpack(loaded))
+
+
 def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys):
-    assert main(["train", "digits/digitsnet/ref", *TINY, "--out", str(tmp_path / "ref"), "--quiet"]) == 0
     whole, broken = tmp_path / "whole.safetensors", tmp_path / "broken.safetensors"
     assert main(["pack", str(run_folder), "-o", str(whole)]) == 0
     assert main(["pack", str(run_folder), "-o", str(broken)]) == 0
@@ -311,8 +335,6 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
     export(packing.load(whole), tmp_path / "silent.onnx", (1, 8, 8), about={})
     capsys.readouterr()
     for arguments, message in (
-        (["pack", str(tmp_path / "ref")], "is a float network, and only quantized ones can be packed or exported"),
-        (["export", str(tmp_path / "ref"), "--to", "onnx"], "is a float network, and only quantized ones can be"),
         (["eval", str(run_folder), "--model", "a:b"], "--model is for packed files"),
         (["eval", str(run_folder), "--data", "synthetic:1x8x8:7"], "has 10 classes, but synthetic:1x8x8:7 7"),
         (

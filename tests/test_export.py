@@ -243,6 +243,119 @@ def test_other_architectures_are_packed_saved_loaded_and_exported_at_one_bit_per
     assert sum(len(tensor.raw_data) for tensor in graph.initializer) < 1.01 * count / 8 + rest + 2500
 
 
+class Reader(nn.Module):
+    """Takes tokens, a mask and states in a dictionary, and returns what several heads say."""
+
+    def __init__(self, returns=dict):
+        super().__init__()
+        self.words, self.rnn, self.returns = nn.Embedding(20, 16), nn.GRU(16, 16, batch_first=True), returns
+        self.classes, self.score = nn.Linear(16, 4), nn.Linear(16, 1, bias=False)
+
+    def forward(self, tokens, mask, *, state=None, table=None):
+        start = None if state is None else state["hidden"][None]
+        x, last = self.rnn(self.words(tokens) * mask[..., None], start)
+        x = x if table is None else x @ table
+        found = {"classes": self.classes(last[0]), "score": self.score(x.mean(1)), "best": x.mean(1).argmax(1)}
+        return found if self.returns is dict else (found["classes"], [found["score"], last.transpose(0, 1)])
+
+
+def reader_inputs(batch, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    tokens, mask = torch.randint(20, (batch, 7), generator=generator), torch.rand(batch, 7, generator=generator)
+    return tokens, mask, torch.randn(batch, 16, generator=generator)
+
+
+def file_model(to, path):
+    return OnnxModel(path) if to == "onnx" else OpenVinoModel(path)
+
+
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@torch.no_grad()
+def test_several_inputs_and_outputs_have_the_names_of_the_arguments_and_keys(to, tmp_path):
+    model, path = on_levels(Reader(), 0.25 * mq.BINARY), tmp_path / {"onnx": "net.onnx", "openvino": "net.xml"}[to]
+    tokens, mask, hidden = reader_inputs(2)
+    table = torch.eye(16)
+    mq.export(model, path, inputs={"mask": mask, "tokens": tokens, "table": table, "state": {"hidden": hidden}}, to=to)
+    loaded = file_model(to, path)
+    assert loaded.inputs == ["tokens", "mask", "hidden", "table"]
+    assert loaded.outputs == ["classes", "score", "best"]
+    for batch in (1, 5):
+        tokens, mask, hidden = reader_inputs(batch, batch)
+        given = {"state": {"hidden": hidden}, "table": table}
+        found = loaded(tokens, mask, **given)
+        assert list(found) == ["classes", "score", "best"]
+        agree((found["classes"], found["score"]), Pick(model, "classes", "score"), tokens, mask, **given)
+        again = loaded(tokens=tokens, mask=mask, hidden=hidden, table=table)
+        assert all(torch.equal(found[name], again[name]) for name in found)
+    with pytest.raises(
+        PackError, match=r"the call has 1 inputs by position and mask, but the model takes tokens, mask"
+    ):
+        loaded(tokens, mask=mask)
+
+
+class Pick(nn.Module):
+    """Some of the outputs of a model."""
+
+    def __init__(self, model, *names):
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *inputs, **options):
+        found = self.model(*inputs, **options)
+        return [found[name] for name in self.names]
+
+
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@torch.no_grad()
+def test_tuples_go_in_and_come_out_as_flat_tuples(to, tmp_path):
+    model, path = on_levels(Reader(tuple), 0.25 * mq.TERNARY), tmp_path / {"onnx": "a.onnx", "openvino": "a.xml"}[to]
+    mq.export(mq.pack(model), path, inputs=reader_inputs(1)[:2], to=to)  # an example of one item is enough
+    loaded = file_model(to, path)
+    assert loaded.inputs == ["tokens", "mask"]
+    assert loaded.outputs == ["output_0", "output_1_0", "output_1_1"]
+    given = reader_inputs(4)[:2]
+    agree(loaded(*given), model, *given)
+
+
+class Echo(nn.Module):
+    """An output has the name of an input, and a parameter that of another one."""
+
+    def __init__(self, again=False):
+        super().__init__()
+        self.fc, self.y, self.again = nn.Linear(8, 8), nn.Parameter(torch.ones(8)), again
+
+    def forward(self, x, y):
+        z = self.fc(x) * self.y + y
+        return {"x": x if self.again else 2 * x, "z": z}
+
+
+@torch.no_grad()
+def test_names_of_inputs_outputs_and_parameters_may_be_the_same(tmp_path):
+    model, given = on_levels(Echo()), (torch.randn(3, 8), torch.randn(3, 8))
+    mq.export(model, tmp_path / "net.onnx", inputs=given)
+    loaded = OnnxModel(tmp_path / "net.onnx")
+    assert loaded.inputs == ["x", "y"]
+    assert loaded.outputs == ["output_x", "z"]
+    agree(tuple(loaded(*given).values()), Pick(model, "x", "z"), *given)
+    with pytest.raises(PackError, match=r"returns an input, or a tensor twice, .*: return copies, by x\.clone\(\)"):
+        mq.export(on_levels(Echo(again=True)), tmp_path / "net.onnx", inputs=given)
+
+
+def test_inputs_that_do_not_fit_are_named(tmp_path):
+    model, path, x = on_levels(Pair()), tmp_path / "net.onnx", torch.randn(2, 3)
+    for given, message in (
+        ({}, r"export takes either the shape of one item of the batch, as in \(3, 32, 32\), or inputs="),
+        ({"shape": (3,), "inputs": x}, "export takes either the shape"),
+        ({"inputs": (x,)}, r"inputs do not fit the forward of Pair: missing a required argument: 'y'"),
+        ({"inputs": {"x": x, "z": x}}, r"inputs do not fit the forward of Pair: .*'z'|missing"),
+        ({"inputs": (x, 3)}, r"inputs contain 3, but they must be batches of tensors: set anything else in the model"),
+        ({"inputs": (torch.tensor(1.0), x)}, "the first tensor of inputs has no batch"),
+        ({"inputs": (x, torch.randn(2, 4))}, r"Pair cannot be exported with inputs of x \[2, 3\], y \[2, 4\]: "),
+    ):
+        with pytest.raises(PackError, match=message):
+            mq.export(model, path, **given)
+
+
 class Constants(nn.Module):
     """Tensors that are not in the model's state."""
 
@@ -489,13 +602,13 @@ class Unknown(nn.Module):
         return torch.special.airy_ai(self.fc(x))
 
 
-class Two(nn.Module):
+class Says(nn.Module):
     def __init__(self):
         super().__init__()
         self.fc = nn.Linear(8, 8)
 
     def forward(self, x):
-        return self.fc(x), x
+        return self.fc(x), "a word"
 
 
 class Counting(nn.Module):
@@ -522,8 +635,8 @@ def test_a_model_that_cannot_be_exported_is_rejected_with_the_reason(tmp_path):
         mq.export(network("digitsnet"), path, (3, 8, 8))
     with pytest.raises(PackError, match=r"Pair cannot be exported .* missing 1 required positional argument: 'y'"):
         mq.export(on_levels(Pair()), path, (3,))
-    with pytest.raises(PackError, match=r"Two cannot be exported .*: it returns a tuple, expected one tensor"):
-        mq.export(on_levels(Two()), path, (8,))
+    with pytest.raises(PackError, match=r"Says cannot be exported .*: it returns a str, expected tensors, or tuples"):
+        mq.export(on_levels(Says()), path, (8,))
     for model in (Noisy(True), Counting()):
         with pytest.raises(PackError, match=r"two calls with the same input differ, because forward draws random"):
             mq.export(on_levels(model), path, (8,))

@@ -3,6 +3,8 @@
 import fuzz_graphs
 import pytest
 
+pytestmark = pytest.mark.usefixtures("small_on_bits")
+
 
 def compare(count, first):
     """How many of so many networks there were, and how many of those ran fused."""

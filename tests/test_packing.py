@@ -21,21 +21,18 @@ from torch import nn
 import mirrorquant as mq
 from mirrorquant.levels import Levels
 from mirrorquant.nn import BinaryActivation
-from mirrorquant.packing import PackedConv2d, PackedLinear, PackedTensor, PackError, fuse, kernels, layers
+from mirrorquant.packing import PackedConv2d, PackedLinear, PackedTensor, PackError, fuse, kernels
 from mirrorquant.packing.bits import pack_bits, unpack_bits
 
 LEVELS = [mq.BINARY, mq.TERNARY, 0.1 * mq.BINARY, Levels(-1, 0.25, 1, 3), Levels(*range(16)), Levels(*range(100))]
 
 
+pytestmark = pytest.mark.usefixtures("small_on_bits")
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def on_bits(monkeypatch):
-    """Small linear layers on bits, too, so that networks of them are compiled."""
-    monkeypatch.setattr(layers, "_FEWEST_WEIGHTS", 1)
 
 
 # Tensors.
@@ -259,7 +256,7 @@ def test_networks_of_the_paper_give_the_same_predictions_packed_and_come_back_to
 def test_other_levels_and_scales_run_packed_too(levels):
     model, x = network("digitsnet", levels), images("digitsnet")
     packed = mq.pack(model, levels=levels)
-    assert packed.layers() == ["conv1", "conv2", "conv3"]
+    assert packed.layers() == (["conv1", "conv2", "conv3", "fc"] if len(levels) < 4 else [])
     assert held_as_bits(packed) == ["conv1", "conv2", "conv3", "fc"]
     agree(packed(x), model, x)
     assert same_state(mq.unpack(packed), model)
@@ -306,7 +303,7 @@ def test_misuse_is_told():
         packed.network.conv1(x)
     with pytest.raises(PackError, match="expected the result of mq"):
         mq.unpack(network("digitsnet"))
-    with pytest.raises(PackError, match="has no Conv2d or Linear layer"):
+    with pytest.raises(PackError, match="has no weight to pack"):
         mq.pack(nn.Sequential(nn.ReLU()))
     again = mq.pack(packed)
     assert again is not packed
@@ -352,7 +349,7 @@ def test_compilers_see_one_graph():
         agree(program.module()(x), plain, x)
         assert program.module()(images("digitsnet", 9)).shape == (9, 10)
     kinds = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert {"mirrorquant.conv2d.default", "aten.linear.default"} <= kinds
+    assert {"mirrorquant.conv2d.default", "mirrorquant.linear.default"} <= kinds
     wide, x = mq.pack(on_levels(nn.Sequential(nn.Linear(256, 256), nn.ReLU()))), torch.randn(3, 256)
     assert torch.equal(torch.compile(wide, backend="eager", fullgraph=True)(x), wide(x))
     with torch.no_grad():
@@ -456,8 +453,19 @@ def test_a_residual_block_becomes_two_calls():
 def test_nothing_is_compiled_without_fuse_or_without_layers_on_bits():
     with compiled_graphs() as graphs:
         mq.pack(on_levels(nn.Sequential(Block("method"))), fuse=False)(torch.randn(2, 8, 6, 6))
-        mq.pack(on_levels(nn.Sequential(nn.Linear(12, 5), nn.ReLU())))(torch.randn(2, 12))
+        mq.pack(on_levels(nn.Sequential(nn.LSTM(12, 5))))(torch.randn(2, 12))
     assert not graphs
+
+
+@pytest.mark.by_default
+def test_networks_are_compiled_only_where_that_is_faster():
+    small = nn.Sequential(nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU())
+    large = nn.Sequential(nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.Conv2d(32, 1024, 3))
+    signs = nn.Sequential(nn.Conv2d(16, 16, 3), BinaryActivation(), nn.Conv2d(16, 16, 3))
+    linear = nn.Sequential(nn.Linear(512, 1024), nn.BatchNorm1d(1024), nn.ReLU())
+    packed = [mq.pack(on_levels(model)) for model in (small, large, signs, linear)]
+    assert [model.fused for model in packed] == [False, True, True, False]
+    assert [model.layers() for model in packed] == [[], ["0", "2"], ["0", "2"], ["0"]]
 
 
 @torch.no_grad()
@@ -505,7 +513,7 @@ class Optional(nn.Module):
 
 
 @torch.no_grad()
-def test_optional_arguments_keep_their_meaning(on_bits):
+def test_optional_arguments_keep_their_meaning():
     model, x, mask = on_levels(Optional()), torch.randn(3, 8), torch.rand(3, 4)
     packed = mq.pack(model)
     assert packed.fused
@@ -523,7 +531,7 @@ class Branches(nn.Module):
 
 
 @torch.no_grad()
-def test_a_network_that_branches_on_values_is_fused_piece_by_piece(on_bits):
+def test_a_network_that_branches_on_values_is_fused_piece_by_piece():
     model = on_levels(Branches())
     packed = mq.pack(model)
     with compiled_graphs() as graphs:
@@ -547,7 +555,7 @@ def test_what_cannot_be_compiled_runs_packed_and_says_so(monkeypatch):
 
 
 @torch.no_grad()
-def test_an_error_of_the_network_is_raised_as_it_is(on_bits):
+def test_an_error_of_the_network_is_raised_as_it_is():
     packed = mq.pack(on_levels(Branches()))
     with pytest.raises(ValueError, match=r"x is \[3, 9\], but a weight of \[4, 8\] needs rows of 8"):
         packed(torch.randn(3, 9))
@@ -566,7 +574,7 @@ class Mirrored(nn.Module):
 
 
 @torch.no_grad()
-def test_a_weight_that_is_used_apart_from_its_layer_is_cast_and_loaded_with_it(on_bits):
+def test_a_weight_that_is_used_apart_from_its_layer_is_cast_and_loaded_with_it():
     model, x = on_levels(Mirrored()), torch.randn(3, 8)
     packed = mq.pack(model)
     agree(packed(x), model, x)
@@ -591,7 +599,7 @@ class Remembers(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
-def test_a_model_that_keeps_computed_tensors_can_be_packed(on_bits):
+def test_a_model_that_keeps_computed_tensors_can_be_packed():
     model, x = Remembers().eval(), torch.randn(3, 8)
     model.second.weight.data.sign_()
     expected = model(x)
@@ -611,7 +619,7 @@ class Counts(nn.Module):
 
 
 @torch.no_grad()
-def test_a_forward_that_sets_attributes_sets_them_once_per_call(on_bits, tmp_path):
+def test_a_forward_that_sets_attributes_sets_them_once_per_call(tmp_path):
     model, x = on_levels(Counts()), torch.randn(3, 8)
     packed = mq.pack(model)
     assert packed.network.calls == 0
@@ -636,7 +644,7 @@ class Asks(nn.Module):
 
 
 @torch.no_grad()
-def test_questions_are_answered_as_when_it_runs(on_bits):
+def test_questions_are_answered_as_when_it_runs():
     x = torch.randn(3, 8)
     with torch.enable_grad():
         model = on_levels(Asks("gradient"))
@@ -649,24 +657,25 @@ def test_questions_are_answered_as_when_it_runs(on_bits):
     agree(packed(x), model, x)
 
 
-def test_hooks_are_not_lost(on_bits):
+def test_hooks_are_not_lost():
     model = on_levels(nn.Sequential(nn.Sequential(nn.Linear(8, 4)), nn.Linear(4, 4)))
     model[0].register_forward_hook(lambda module, inputs, output: output + 100)
     model[1].register_forward_hook(lambda module, inputs, output: -output)
     packed = mq.pack(model)
-    assert held_as_bits(packed) == ["0.0"]
+    assert packed.layers() == ["0.0"]
+    assert packed.runs["1.weight"] == "float: the layer has hooks, or a forward of its own"
     x = torch.randn(3, 8)
     with torch.no_grad():
         agree(packed(x), model, x)
 
 
 @torch.no_grad()
-def test_a_forward_that_was_put_into_a_layer_is_not_lost(on_bits):
+def test_a_forward_that_was_put_into_a_layer_is_not_lost():
     model, x = on_levels(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 4))), torch.randn(3, 8)
     model[0].forward = types.MethodType(lambda layer, x: -nn.Linear.forward(layer, x), model[0])
     model[1].forward = types.MethodType(lambda layer, x: x.abs(), model[1])
     packed = mq.pack(model)
-    assert held_as_bits(packed) == ["2"]
+    assert packed.layers() == ["2"]
     agree(packed(x), model, x)
 
 
@@ -797,7 +806,7 @@ class AsksTorch(nn.Module):
 
 
 @torch.no_grad()
-def test_a_network_that_asks_torch_for_a_tensor_gets_the_right_answer(on_bits):
+def test_a_network_that_asks_torch_for_a_tensor_gets_the_right_answer():
     model, x = on_levels(AsksTorch()), torch.randn(2, 8)
     packed = mq.pack(model)
     assert packed.fused
@@ -886,7 +895,7 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
-def test_state_and_randomness_are_those_of_the_plain_model(way, on_bits, monkeypatch):
+def test_state_and_randomness_are_those_of_the_plain_model(way, monkeypatch):
     plain = on_levels(Stateful(way))
     packed = mq.pack(plain)
     assert packed.fused
@@ -915,7 +924,7 @@ class Table(nn.Module):
 
 
 @torch.no_grad()
-def test_an_array_is_not_taken_for_constant(on_bits):
+def test_an_array_is_not_taken_for_constant():
     model, x = on_levels(Table()), torch.randn(3, 8)
     packed = mq.pack(model)
     for value in (3.0, 4.0):
@@ -939,7 +948,7 @@ class Cached(nn.Module):
 
 
 @torch.no_grad()
-def test_a_cache_of_keys_and_values_grows_token_by_token(on_bits):
+def test_a_cache_of_keys_and_values_grows_token_by_token():
     model = on_levels(Cached())
     packed = mq.pack(model)
     for token in torch.randn(5, 1, 1, 8):
@@ -1148,7 +1157,7 @@ def test_ordinary_networks_run_fused(recwarn):
     assert not [w for w in recwarn if "packed" in str(w.message)]
 
 
-def test_several_threads_pack_while_others_compute(on_bits):
+def test_several_threads_pack_while_others_compute():
     models = [network("digitsnet"), on_levels(Dense()), on_levels(Asks("type")), on_levels(AsksTorch())]
     inputs = [images("digitsnet"), torch.randn(2, 3, 8, 8), torch.randn(3, 8), torch.randn(3, 8)]
     with torch.no_grad():
@@ -1174,14 +1183,21 @@ def test_several_threads_pack_while_others_compute(on_bits):
 # Where bits do not pay.
 
 
+@pytest.mark.by_default
 def test_layers_that_bits_slow_down_compute_with_floats_and_are_stored_as_bits(tmp_path):
-    layers = [nn.Conv2d(32, 32, 3), nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 64, 3, groups=4), nn.Flatten()]
-    model = on_levels(nn.Sequential(*layers, nn.Linear(256, 256), nn.Linear(256, 255), nn.BatchNorm1d(255)))
+    layers = [nn.Conv2d(32, 1024, 3), nn.Conv2d(1024, 1024, 3, groups=1024), nn.Conv2d(1024, 64, 3, groups=4)]
+    layers += [nn.Flatten(), nn.Linear(256, 256), nn.Linear(256, 255), nn.BatchNorm1d(255), nn.Linear(255, 1024)]
+    model = on_levels(nn.Sequential(*layers, nn.Linear(1024, 63), nn.Linear(63, 2048)))
     packed, x = mq.pack(model), torch.randn(2, 32, 8, 8)
-    assert packed.layers() == ["0", "2", "4"]
-    assert held_as_bits(packed) == ["0", "1", "2", "4", "5"]
-    assert "computed with floats" in repr(packed.network[1])
-    assert "computed with floats" not in repr(packed.network[0])
+    assert packed.layers() == ["0", "2", "4", "7"]
+    assert held_as_bits(packed) == ["0", "1", "2", "4", "5", "7", "8", "9"]
+    assert type(packed.network[1]) is nn.Conv2d
+    assert packed.runs["0.weight"] == "bits"
+    assert packed.runs["0.bias"] == "float: a vector"
+    assert packed.runs["1.weight"] == "float: groups of fewer than 8 or 16 channels in and out"
+    assert packed.runs["4.weight"] == "bits from 16 rows on; float: fewer rows are faster"
+    assert packed.runs["5.weight"] == "float: fewer than 65,536 weights"
+    assert packed.runs["9.weight"] == "float: fewer than 64 inputs or outputs"
     agree(packed(x), model, x)
     agree(packed.double()(x.double()), model, x)
     agree(packed.float()(x), model, x)
@@ -1208,8 +1224,10 @@ def test_no_call_of_a_transformer_unpacks_a_weight_again(unpacked):
     for parameter in model.parameters():
         parameter.mul_(0.05)
     packed = mq.pack(model)
-    assert packed.layers() == []  # torch computes with their weights
-    assert len(held_as_bits(packed)) == 4
+    assert packed.layers() == []
+    wanted = "float: nn.TransformerEncoderLayer computes with the weights of its layers"
+    assert packed.runs["layers.0.linear1.weight"] == wanted
+    assert packed.runs["layers.0.self_attn.in_proj_weight"] == "float: nn.MultiheadAttention has no kernel for bits"
     packed(x)
     unpacked.clear()
     agree(packed(x), model, x)
@@ -1226,6 +1244,161 @@ def test_a_weight_that_others_read_is_unpacked_once(unpacked):
     assert not unpacked
     packed.network.encode.weight.mul_(2)  # which is nobody's to change
     agree(packed(x), model, x)
+
+
+# Modules of every kind.
+
+
+class Attends(nn.Module):
+    """Attention of linear layers, as people write it."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x, mask=None):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def encoder(width=64):
+    layer = nn.TransformerEncoderLayer(width, 4, 2 * width, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+TOKENS = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(3, 64, 6, 6, generator=torch.Generator().manual_seed(0))
+MODULES = {
+    "attention": (lambda: nn.MultiheadAttention(64, 4, batch_first=True), (TOKENS, TOKENS, TOKENS)),
+    "attention to others": (lambda: nn.MultiheadAttention(64, 4, kdim=64, vdim=32, batch_first=True), None),
+    "custom attention": (Attends, (TOKENS,)),
+    "encoder": (encoder, (TOKENS,)),
+    "decoder": (lambda: nn.TransformerDecoderLayer(64, 4, 1024, batch_first=True), (TOKENS, TOKENS)),
+    "transformer": (lambda: nn.Transformer(64, 4, 1, 1, 64, batch_first=True), (TOKENS, TOKENS)),
+    "LSTM": (lambda: nn.LSTM(64, 48, 2, bidirectional=True, proj_size=8), (TOKENS,)),
+    "GRU": (lambda: nn.GRU(64, 48, batch_first=True), (TOKENS,)),
+    "RNN": (lambda: nn.RNN(64, 48), (TOKENS,)),
+    "LSTM cell": (lambda: nn.LSTMCell(64, 48), (TOKENS[0],)),
+    "Conv1d": (lambda: nn.Conv1d(5, 16, 3, padding=1, stride=2), (TOKENS,)),
+    "Conv3d": (lambda: nn.Conv3d(64, 8, 3, padding=1), (IMAGES[:, :, None],)),
+    "depthwise": (lambda: nn.Conv2d(64, 64, 3, groups=64), (IMAGES,)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(64, 32, 4, stride=2, groups=2), (IMAGES,)),
+    "Embedding": (lambda: nn.Embedding(40, 64), (torch.arange(40).reshape(4, 10),)),
+    "Bilinear": (lambda: nn.Bilinear(64, 64, 8), (TOKENS, TOKENS)),
+    "Linear": (lambda: nn.Linear(64, 4096), (TOKENS,)),
+    "linear of one row": (lambda: nn.Linear(512, 512), (torch.ones(512),)),
+}
+MODULES["attention to others"] = (MODULES["attention to others"][0], (TOKENS, TOKENS, TOKENS[:, :, :32]))
+
+
+def scaled(model, levels, per_row):
+    """The model with its matrices on c * levels, c for each tensor or for each index of dimension 0."""
+    generator = torch.Generator().manual_seed(0)
+    on_levels(model, levels)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            size = [len(parameter), *[1] * (parameter.dim() - 1)] if per_row and parameter.dim() > 1 else [1]
+            parameter.mul_(0.02 + 0.1 * torch.rand(size, generator=generator))
+            if parameter.dim() < 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.mark.by_default
+@pytest.mark.parametrize("per_row", [False, True], ids=["one scale", "a scale per row"])
+@pytest.mark.parametrize("levels", [mq.BINARY, mq.TERNARY], ids=["binary", "ternary"])
+@pytest.mark.parametrize("kind", MODULES)
+@torch.no_grad()
+def test_modules_of_every_kind_are_packed_saved_loaded_and_run(kind, levels, per_row, unpacked, tmp_path):
+    make, inputs = MODULES[kind]
+    model = scaled(make(), levels, per_row)
+    packed = mq.pack(model)
+    mq.save(packed, tmp_path / "net.safetensors")
+    loaded = mq.load(tmp_path / "net.safetensors", make())
+    matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}
+    for run in (packed, loaded):
+        assert same_state(mq.unpack(run).eval(), model)
+        assert run.runs.keys() == matrices
+        run(*inputs)
+        unpacked.clear()
+        agree(run(*inputs), model, *inputs)
+        assert not unpacked
+    rows = {row.name: row for row in mq.summary(packed).rows}
+    for name in matrices:
+        assert (rows[name].bits, rows[name].scaled) == (len(levels) - 1, True)
+        assert rows[name].runs == packed.runs[name]
+        assert rows[name].runs.startswith(("bits", "float: "))
+    assert "runs on" in str(mq.summary(packed))
+    assert "runs on" not in str(mq.summary(model))
+
+
+@pytest.mark.by_default
+@torch.no_grad()
+def test_few_rows_of_a_small_linear_layer_are_computed_with_floats_of_any_dtype():
+    model = scaled(nn.Linear(256, 300), mq.BINARY, True)
+    packed = mq.pack(model)
+    for shape in ((256,), (1, 256), (15, 256), (16, 256), (2, 8, 256)):
+        x = torch.randn(shape)
+        agree(packed(x), model, x)
+        assert packed(x.double()).dtype == torch.float64
+    other = scaled(nn.Linear(256, 300), mq.BINARY, True)
+    other.weight.neg_()
+    packed.load_state_dict(mq.pack(other).state_dict())
+    x = torch.randn(2, 256)
+    agree(packed(x), other, x)
+    agree(copy.deepcopy(packed).double()(x.double()), other, x)
+
+
+class Several(nn.Module):
+    """Takes a dictionary, tuples and keyword arguments, and returns them."""
+
+    def __init__(self):
+        super().__init__()
+        self.attends, self.head = Attends(), nn.Linear(64, 8)
+
+    def forward(self, batch, *others, gain=1.0, mask=None):
+        x = self.attends(batch["x"] + sum(others), mask=mask) * gain
+        return {"tokens": x, "heads": (self.head(x[:, 0]), self.head(x[:, -1]))}
+
+
+@torch.no_grad()
+def test_dictionaries_and_keyword_arguments_go_in_and_out():
+    model, x, mask = scaled(Several(), mq.BINARY, True), TOKENS, torch.rand(5, 5)
+    for packed in (mq.pack(model), mq.pack(model, fuse=False)):
+        for others, options in (((), {}), ((x, x), {"gain": 0.5}), ((x,), {"mask": mask})):
+            found = packed({"x": x}, *others, **options)
+            assert list(found) == ["tokens", "heads"]
+            assert isinstance(found["heads"], tuple)
+            agree(found, model, {"x": x}, *others, **options)
+
+
+@pytest.mark.by_default
+def test_tensors_that_two_modules_share_say_how_each_of_them_runs():
+    model = nn.Sequential(nn.Embedding(1000, 512), nn.Linear(512, 1000, bias=False))
+    model[1].weight = model[0].weight
+    model[0].weight.data.sign_()
+    assert mq.pack(model).runs == {"0.weight": "float: nn.Embedding has no kernel for bits; bits"}
+
+
+@pytest.mark.by_default
+@torch.no_grad()
+def test_hooks_of_a_packed_model_are_called_and_gradients_are_off():
+    packed, seen = mq.pack(on_levels(nn.LSTM(8, 8))), []
+    x = torch.randn(3, 8, requires_grad=True)
+    with torch.enable_grad():
+        assert not packed(x)[0].requires_grad
+    packed.register_forward_hook(lambda *values: seen.append(values))
+    packed(x)
+    assert len(seen) == 1
+
+
+@pytest.mark.by_default
+def test_weights_in_channels_last_stay_in_it():
+    model = on_levels(nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3))).to(memory_format=torch.channels_last)
+    packed, x = mq.pack(model), torch.randn(2, 8, 8, 8)
+    assert packed(x).stride() == model(x).stride()
+    assert mq.unpack(packed)[0].weight.stride() == model[0].weight.stride()
 
 
 # What ordinary networks do besides.
@@ -1432,18 +1605,14 @@ def test_values_too_close_to_each_other_are_no_levels():
     assert held_as_bits(mq.pack(model)) == ["0", "1"]
 
 
-def test_what_is_quantized_but_cannot_run_packed_is_named():
-    model = nn.Sequential(nn.Embedding(8, 8), nn.LSTM(8, 8), nn.Linear(8, 4))
-    for parameter in [*model[0].parameters(), *model[1].parameters()]:
-        parameter.data.sign_()
-    wanted = r"no Conv2d or Linear layer of Sequential is quantized.* 0\.weight \(Embedding\), 1\.weight_ih_l0 \(LSTM\)"
-    with pytest.raises(PackError, match=wanted) as caught:
+def test_only_a_model_without_any_quantized_weight_is_an_error():
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 4))
+    with pytest.raises(PackError, match=r"^0\.weight is not quantized \(contains -?[\d.e-]+\): call `opt\.finalize"):
         mq.pack(model)
-    assert "finalize" not in str(caught.value)
-    with pytest.raises(
-        PackError, match=r"^weight is not quantized \(contains -?[\d.e-]+\): call `opt\.finalize\(\)`, or"
-    ):
-        mq.pack(nn.Linear(8, 4))
+    model[0].weight.data.sign_()
+    assert mq.pack(model).runs == {"0.weight": "float: nn.Embedding has no kernel for bits"}
+    with pytest.raises(PackError, match=r"^1\.weight is not quantized .*, or skip this layer"):
+        mq.pack(model, skip="0")
 
 
 # The same questions, where the graph is written to a file.

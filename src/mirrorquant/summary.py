@@ -19,13 +19,13 @@ from torch import nn
 
 from mirrorquant._text import printable, table
 from mirrorquant.optimizer import MirrorDescent
-from mirrorquant.packing import Contents, PackedTensor, PackError, file
+from mirrorquant.packing import Contents, PackedModel, PackedTensor, PackError, file
 from mirrorquant.packing.bits import count_planes, off_level
 from mirrorquant.packing.model import Entry
 
 __all__ = ["Row", "Summary", "summary"]
 
-_HEAD = ("tensor", "shape", "count", "levels", "bits", "bytes", "float because")
+_HEAD = ("tensor", "shape", "count", "levels", "bits", "bytes", "float because", "runs on")
 _RIGHT = ("count", "bits", "bytes")
 
 
@@ -33,7 +33,8 @@ _RIGHT = ("count", "bits", "bytes")
 class Row:
     """A tensor: ``bits`` per weight, and the ``bytes`` that a file takes for it, including its scales.
 
-    ``levels`` is None, and ``why`` gives the reason, if it is stored in float (or as integers).
+    ``levels`` is None, and ``why`` gives the reason, if it is stored in float (or as integers). ``runs`` says what a
+    packed model computes with, for a quantized tensor: ``bits``, or ``float:`` and the reason.
     """
 
     name: str
@@ -45,14 +46,16 @@ class Row:
     bytes: int
     float_bytes: int
     why: str
+    runs: str = ""
 
     @classmethod
-    def of(cls, name: str, entry: Entry, why: str = "") -> Row:
+    def of(cls, name: str, entry: Entry, why: str = "", runs: str = "") -> Row:
         """The row of a tensor, as a packed file stores it."""
         shape, count, item = list(entry.shape), entry.shape.numel(), entry.dtype.itemsize
         if isinstance(entry, PackedTensor):
             bits, size = count_planes(entry.levels), sum(buffer.nbytes for buffer in entry.buffers())
-            return cls(name, shape, count, bits, list(entry.levels), entry.scale is not None, size, count * item, "")
+            levels, scaled = list(entry.levels), entry.scale is not None
+            return cls(name, shape, count, bits, levels, scaled, size, count * item, "", runs)
         value = off_level(entry, None) if entry.is_floating_point() else None
         why = why or (f"it is {entry.dtype}" if value is None else f"it contains {value:g}")
         return cls(name, shape, count, 8 * item, None, False, count * item, count * item, why)
@@ -81,12 +84,14 @@ class Summary:
         return sum(row.float_bytes for row in self.rows)
 
     def __str__(self) -> str:
-        rows = [_HEAD]
+        rows: list[tuple[str, ...]] = [_HEAD]
         for row in self.rows:
             levels = ", ".join(f"{level:g}" for level in row.levels or ()) + " x a scale" * row.scaled
             shape = "x".join(map(str, row.shape)) or "1"
             numbers = f"{row.count:,}", levels, str(row.bits), f"{row.bytes:,}"
-            rows.append((printable(row.name), shape, *numbers, row.why))
+            rows.append((printable(row.name), shape, *numbers, row.why, row.runs))
+        kept = [place for place in range(len(_HEAD)) if place < 6 or any(row[place] for row in rows[1:])]
+        rows = [tuple(row[place] for place in kept) for row in rows]
         share, times = 100 * self.quantized / max(self.count, 1), self.float_bytes / max(self.bytes, 1)
         return (
             f"{table(rows, _RIGHT)}\n"
@@ -100,7 +105,8 @@ def summary(what: nn.Module | MirrorDescent | Contents) -> Summary:
 
     For a model, ``bytes`` is the size of the file that ``mq.save(model, path)`` writes. An optimizer is summarized
     with its weights rounded, as ``finalize()`` leaves them; it knows parameters only, so ``bytes`` has no buffers and
-    no header of a file.
+    no header of a file. For a packed model the column ``runs on`` says which tensors it computes with as bits, and why
+    others are floats.
     """
     if isinstance(what, MirrorDescent):
         named = {what._names[p]: p for group in what.param_groups for p in group["params"]}
@@ -113,6 +119,7 @@ def summary(what: nn.Module | MirrorDescent | Contents) -> Summary:
     if not isinstance(what, nn.Module):
         raise PackError(f"what is a {type(what).__name__}, expected a model, an optimizer or a packed file")
     plain, entries = file.stored(what, finalized=False)
-    buffers = dict(plain.named_buffers())
-    rows = [Row.of(name, entry, "it is a buffer" if name in buffers else "") for name, entry in entries.items()]
+    runs = what.runs if isinstance(what, PackedModel) else {}
+    why = dict.fromkeys(dict(plain.named_buffers()), "it is a buffer")
+    rows = [Row.of(name, entry, why.get(name, ""), runs.get(name, "")) for name, entry in entries.items()]
     return Summary(rows, len(file.content(plain, entries, file.about_of(what))))

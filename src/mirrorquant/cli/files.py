@@ -91,7 +91,7 @@ def _from_file(options: argparse.Namespace) -> tuple[nn.Module, data.Data, dict[
     path = options.what
     if path.suffix == PACKED:
         model: Any = _packed(options)
-        how = f"packed: {kernels.describe()}"
+        how = f"packed: {kernels.describe()}" if model.runs else "in float32"
     else:
         _refuse_builder(options)
         module, name = _RUNTIMES[path.suffix]
@@ -117,7 +117,7 @@ def _images(named: str, root: str, options: argparse.Namespace) -> data.Data:
 
 
 def pack(options: argparse.Namespace) -> None:
-    """Write the best rounded network of a run at one bit per weight."""
+    """Write the best rounded network of a run at one bit per weight; a float network as it is."""
     model, about, source = _network(options)
     path = _output(options.out, source.with_suffix(PACKED))
     packing.save(model, path, about=about)
@@ -191,11 +191,7 @@ def _network(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any], Pa
         model = _packed(options)
         return model, model.about, options.what
     best = _best(options)
-    if best.config.method == "ref":
-        call = f"torch.load({str(best.path)!r}, weights_only=True)['model'], a state_dict for PyTorch's tools"
-        reason = "is a float network, and only quantized ones can be packed or exported"
-        raise PackError(f"{options.what} {reason}; in Python its weights are {call}")
-    return best.model, best.about, best.path.with_name("packed")
+    return best.packed(), best.about, best.path.with_name("packed")
 
 
 def _packed(options: argparse.Namespace) -> PackedModel:

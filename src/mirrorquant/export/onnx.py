@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mirrorquant import _files
 from mirrorquant._version import __version__
-from mirrorquant.export import ENDS, quiet
+from mirrorquant.export import ordered, quiet, structured
 from mirrorquant.packing.bits import PackedTensor, PackError, layout
 from mirrorquant.packing.file import read_about
 
@@ -30,18 +30,29 @@ __all__ = ["OnnxModel", "convert"]
 OPSET = 18  # the first one with BitwiseAnd
 
 
-def convert(program: torch.export.ExportedProgram, packed: Mapping[str, PackedTensor], about: str) -> bytes:
-    """A program of one input and one output as an ONNX file, in which these tensors are stored as bits."""
+def convert(
+    program: torch.export.ExportedProgram,
+    packed: Mapping[str, PackedTensor],
+    about: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+) -> bytes:
+    """A program as an ONNX file with these names of inputs and outputs, in which these tensors are stored as bits."""
     with quiet():
         exported = torch.onnx.export(program, (), dynamo=True, opset_version=OPSET, optimize=False, verbose=False)
         assert exported is not None
         model = exported.model
         _simplify(model)
     decoder, tensors = _Decoder(), model.graph.initializers
-    for name in ENDS:
-        if name in tensors:
-            tensors[name].name = f"{name}."
-    model.graph.inputs[0].name, model.graph.outputs[0].name = ENDS
+    values = [*model.graph.inputs, *model.graph.outputs]
+    if len(values) != len(inputs) + len(outputs) or len({id(value) for value in values}) < len(values):
+        raise PackError("it returns an input, or a tensor twice, or ignores an input: return copies, by x.clone()")
+    ends = dict(zip((*inputs, *outputs), values, strict=True))
+    for value in [*tensors.values(), *model.graph.inputs, *(value for node in model.graph for value in node.outputs)]:
+        if value.name in ends:  # a tensor of such a name gets a dot
+            value.name = f"{value.name}."
+    for name, value in ends.items():
+        value.name = name
     for name, bits in packed.items():
         if name in tensors:
             decoder.add(name, bits)
@@ -130,12 +141,12 @@ class _Decoder:
 class OnnxModel(nn.Module):
     """An ONNX file, or its content, as a model that takes and returns tensors; ONNX Runtime runs it on the CPU.
 
-    ``about`` is the metadata that it was exported with.
+    ``about`` is the metadata that it was exported with; ``inputs`` and ``outputs`` are the names in the file.
     """
 
     runtime = "ONNX Runtime"
 
-    def __init__(self, path: Path | bytes) -> None:
+    def __init__(self, path: str | Path | bytes) -> None:
         super().__init__()
         try:
             import onnxruntime
@@ -147,15 +158,18 @@ class OnnxModel(nn.Module):
             self.session = onnxruntime.InferenceSession(self.content, providers=["CPUExecutionProvider"])
         except Exception as error:
             raise PackError(f"{file} cannot be read by ONNX Runtime ({str(error).splitlines()[0]})") from error
-        inputs = self.session.get_inputs()
-        if len(inputs) != 1:
-            raise PackError(f"{file} takes {len(inputs)} inputs, expected one, a batch of images")
-        self.name = inputs[0].name
+        self.inputs = [value.name for value in self.session.get_inputs()]
+        self.outputs = [value.name for value in self.session.get_outputs()]
         self.about = read_about(self.session.get_modelmeta().custom_metadata_map.get("mirrorquant", ""))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The first output, for a batch."""
-        return torch.from_numpy(self.session.run(None, {self.name: x.cpu().numpy()})[0])
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The outputs for a batch, as :func:`mirrorquant.export.structured` returns them.
+
+        Takes the tensors in the order of the file, by their names, or in the structure of the model's own arguments.
+        """
+        given = ordered(self.inputs, inputs, named)
+        arrays = {name: x.detach().cpu().contiguous().numpy() for name, x in zip(self.inputs, given, strict=True)}
+        return structured(self.outputs, [torch.from_numpy(y) for y in self.session.run(None, arrays)])
 
     def save(self, path: Path) -> None:
         """Writes the file atomically."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mirrorquant import _files
-from mirrorquant.export import reason
+from mirrorquant.export import ordered, reason, structured
 from mirrorquant.levels import BINARY
 from mirrorquant.packing.bits import PackedTensor, PackError, layout, unpack_bits
 from mirrorquant.packing.file import read_about
@@ -150,7 +150,8 @@ def _is_right(weight: PackedTensor, attributes: Mapping[str, Any]) -> bool:
 class OpenVinoModel(nn.Module):
     """OpenVINO IR as a model that takes and returns tensors; the CPU plugin runs it in float32.
 
-    ``about`` is the metadata that it was exported with. A model for one image at a time is reshaped to each batch.
+    ``about`` is the metadata that it was exported with; ``inputs`` and ``outputs`` are the names in the file. A model
+    for one image at a time is reshaped to each batch.
     """
 
     runtime = "OpenVINO"
@@ -165,25 +166,31 @@ class OpenVinoModel(nn.Module):
                 self.model = self.core.read_model(str(source))
             except Exception as error:
                 raise PackError(f"{source} cannot be read by OpenVINO ({reason(error)})") from error
-        if len(self.model.inputs) != 1:
-            raise PackError(f"{source} takes {len(self.model.inputs)} inputs, expected one, a batch of images")
+        self.inputs, self.outputs = (
+            [value.get_any_name() for value in values] for values in (self.model.inputs, self.model.outputs)
+        )
         place = ["mirrorquant", "about"]
         self.about = read_about(str(self.model.get_rt_info(place).value)) if self.model.has_rt_info(place) else {}
         self.compiled: dict[int, Any] = {}
 
     def reshape(self, batch: int) -> None:
-        """Fixes the size of the batch."""
-        self.model.reshape([batch, *list(self.model.input(0).get_partial_shape())[1:]])
+        """Fixes the size of the batch: of the first dimension of the first input, and of all that are as large."""
+        shapes = {value: list(value.get_partial_shape()) for value in self.model.inputs}
+        first = next(iter(shapes.values()))[0]
+        changed = {v: [batch, *sizes[1:]] if sizes and sizes[0] == first else sizes for v, sizes in shapes.items()}
+        self.model.reshape({value: ov.PartialShape(sizes) for value, sizes in changed.items()})
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The first output, for a batch."""
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The outputs for a batch, as ``OnnxModel`` takes and returns them."""
+        given = ordered(self.inputs, inputs, named)
         fixed = not self.model.is_dynamic()
-        batch = len(x) if fixed else 0
+        batch = len(given[0]) if fixed else 0
         if batch not in self.compiled:
             if fixed:
                 self.reshape(batch)
             self.compiled[batch] = self.core.compile_model(self.model, "CPU", _FLOAT32)
-        return torch.from_numpy(np.array(self.compiled[batch](x.cpu().contiguous().numpy())[0]))
+        found = self.compiled[batch]([x.detach().cpu().contiguous().numpy() for x in given])
+        return structured(self.outputs, [torch.from_numpy(np.array(y)) for y in found.to_tuple()])
 
     def save(self, path: Path) -> None:
         """Writes ``*.xml`` and ``*.bin``; an ``*.xml`` never stands beside the weights of another network."""

@@ -8,8 +8,8 @@ keep it at one bit per weight. ``kernels`` runs it.
 >>> for parameter in model.parameters():
 ...     _ = parameter.data.sign_()
 >>> packed = mq.pack(model)
->>> packed.layers()                                     # fc is so small that bits would slow it down
-['conv1', 'conv2', 'conv3']
+>>> packed.runs["conv3.weight"]                          # a large network would run on bits
+'float: fewer than 65,536 weights'
 >>> path = tempfile.mkdtemp() + "/digits.safetensors"
 >>> mq.save(packed, path)
 >>> x = torch.randn(4, 1, 8, 8)

@@ -69,19 +69,28 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, about: dict[str, Any
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, fuse: bool = True) -> PackedModel:
-    """Loads a packed model from a file; :func:`mirrorquant.unpack` gives the plain one.
+    """Loads a packed model from a file, or the best network of a run; :func:`mirrorquant.unpack` gives the plain one.
 
-    Its attribute ``about`` is the metadata that it was saved with.
+    Its attribute ``about`` is the metadata that it was saved with, or the origin of the run. A float network (method
+    ``ref``) is a packed model without bits: it can be saved and exported as any other.
 
     Args:
-        path: a file that :func:`save` wrote.
-        model: a model of the same structure, with any weights; it is not modified. Not needed for the models of this
-            library, which the file describes.
+        path: a file that :func:`save` wrote, or the folder of a training run. A run of a custom model imports the
+            module that it names, which runs its code: load only runs that you trust.
+        model: a model of the same structure, with any weights; it is not modified. Not needed for runs, nor for the
+            models of this library, which the file describes.
         fuse: as in :func:`mirrorquant.pack`.
 
     Raises:
-        PackError: the file is damaged, was modified, has a newer format, or belongs to another model.
+        PackError: the file is damaged, was modified, has a newer format, or belongs to another model. The errors of
+            a run are those of its configuration and checkpoint, also :class:`MirrorquantError`.
     """
+    if (Path(path) / "config.json").exists():
+        if model is not None:
+            raise PackError(f"{path} is a run, which builds its own model: leave out model=")
+        from mirrorquant.train import Best  # which needs this package
+
+        return Best.load(path).packed(fuse=fuse)
     contents = read(path)
     try:
         plain = _build(contents.architecture) if model is None else _emptied(unwrapped(model))
@@ -140,7 +149,7 @@ def stored(model: nn.Module, *, finalized: bool = True) -> tuple[nn.Module, dict
     """
     model = unwrapped(model)
     if finalized and not isinstance(model, PackedModel):
-        return model, entries_of(model, None, stored=True)
+        return model, entries_of(model, None)
     plain = model.plain if isinstance(model, PackedModel) else model
     entries: dict[str, Entry] = model.entries() if isinstance(model, PackedModel) else dict(state(model))
     for name, _ in plain.named_parameters():

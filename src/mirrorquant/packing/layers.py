@@ -20,7 +20,7 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -30,36 +30,54 @@ from torch._prims_common import suggest_memory_format
 
 from mirrorquant.packing import kernels
 from mirrorquant.packing.bits import PackedTensor, PackError
-from mirrorquant.packing.kernels import ops
+from mirrorquant.packing.kernels import fallback, ops
 from mirrorquant.packing.kernels.layer import Epilogue, Geometry
 from mirrorquant.packing.kernels.prepared import is_wide
 
-__all__ = ["PackedConv2d", "PackedLinear", "bits_pay"]
+__all__ = ["PackedConv2d", "PackedLinear", "fewest_rows", "why_floats"]
 
-_FEWEST_WEIGHTS = 1 << 16  # of a linear layer: 256 x 256
+# What makes bits slower than floats, on processors with AVX2: see benchmarks/packed_layers.py.
+_FEWEST_WEIGHTS = 1 << 16  # 256 x 256
+_MANY_WEIGHTS = 1 << 18  # 512 x 512: from here on bits are faster for a single row, too
+_FEWEST_ROWS = 16  # for linear layers in between
+_FEWEST_CHANNELS = 64  # inputs and outputs of a linear layer
 
 
-def bits_pay(layer: nn.Conv2d | nn.Linear) -> bool:
-    """Whether a layer is faster on bits than on floats: all except small linear layers and depthwise convolutions.
+def why_floats(layer: nn.Conv2d | nn.Linear, levels: Sequence[float], *, fused: bool = False) -> str:
+    """Why a layer should compute with floats: no kernel, or a slower one; empty if bits are faster.
 
-    A linear layer is small below 65,536 weights; a convolution counts as depthwise if it has groups of fewer than 8
-    input or 16 output channels.
+    Convolutions of a network that is ``fused`` may be small: they take over the work of their neighbors.
 
-    >>> bits_pay(nn.Linear(512, 512)), bits_pay(nn.Linear(512, 10))
-    (True, False)
-    >>> bits_pay(nn.Conv2d(16, 16, 3)), bits_pay(nn.Conv2d(16, 16, 3, groups=16))
-    (True, False)
+    >>> why_floats(nn.Linear(512, 512), (-1, 1))
+    ''
+    >>> why_floats(nn.Linear(512, 10), (-1, 1))
+    'fewer than 65,536 weights'
     """
+    if fallback.affine(levels) is None:
+        return f"no kernel for {len(levels)} levels" + " that are not equidistant" * (len(levels) == 3)
+    if layer.weight.numel() < _FEWEST_WEIGHTS and not (fused and isinstance(layer, nn.Conv2d)):
+        return f"fewer than {_FEWEST_WEIGHTS:,} weights"
     if isinstance(layer, nn.Linear):
-        return layer.weight.numel() >= _FEWEST_WEIGHTS
-    return is_wide(layer.weight.shape, layer.groups)
+        slender = min(layer.weight.shape) < _FEWEST_CHANNELS
+        return f"fewer than {_FEWEST_CHANNELS} inputs or outputs" if slender else ""
+    return "" if is_wide(layer.weight.shape, layer.groups) else "groups of fewer than 8 or 16 channels in and out"
+
+
+def fewest_rows(layer: nn.Module) -> int:
+    """The number of rows from which on a linear layer is faster on bits.
+
+    >>> fewest_rows(nn.Linear(256, 256)), fewest_rows(nn.Linear(512, 512))
+    (16, 1)
+    """
+    if not isinstance(layer, nn.Linear) or layer.weight.numel() >= _MANY_WEIGHTS:
+        return 1
+    return _FEWEST_ROWS
 
 
 class _PackedLayer(nn.Module):
     """The base of both: bits, a bias, and the scale and shift of the kernels' last step.
 
-    It has the tensors of the layer, or those that are given in place of them. With ``floats`` it computes with floats,
-    which it unpacks once; its state is bits all the same.
+    It has the tensors of the layer, or those that are given in place of them.
     """
 
     prepared: Tensor
@@ -74,8 +92,6 @@ class _PackedLayer(nn.Module):
         layer: nn.Conv2d | nn.Linear,
         weight: PackedTensor | None = None,
         bias: Tensor | None = None,
-        *,
-        floats: bool = False,
         **geometry: Any,
     ) -> None:
         super().__init__()
@@ -85,7 +101,7 @@ class _PackedLayer(nn.Module):
             raise PackError(f"the weights of {layer} are not quantized: call `opt.finalize()` first")
         for name in self._options:
             setattr(self, name, getattr(layer, name))
-        self.weight_bits, self.floats = weight, floats
+        self.weight_bits = weight
         self.geometry = Geometry(tuple(weight.shape), tuple(weight.levels), **geometry)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         for name in ("prepared", "gain", "shift"):
@@ -100,8 +116,6 @@ class _PackedLayer(nn.Module):
         if self.weight_bits.planes.device.type != "meta":
             self.prepared = kernels.prepare(self.weight_bits.codes(), self.geometry.levels, self.geometry.groups)
             self.gain, self.shift = self._vector(self.weight_bits.scale), self._vector(self.bias)
-            if self.floats:
-                _ = self.weight
 
     def _on_bits(self, x: Tensor) -> Tensor:
         return ops.call(x, self.prepared, self.geometry, Epilogue(self.gain, self.shift))
@@ -117,9 +131,6 @@ class _PackedLayer(nn.Module):
             self._unpacked = tensor, _version(tensor)
         return self._unpacked[0]
 
-    def _float_tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
-
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._refresh()
@@ -127,7 +138,7 @@ class _PackedLayer(nn.Module):
 
     def extra_repr(self) -> str:
         options = "".join(f"{name}={getattr(self, name)}, " for name in self._options)
-        return f"{options}activation={self.geometry.activation}{', computed with floats' if self.floats else ''}"
+        return f"{options}activation={self.geometry.activation}"
 
 
 class PackedConv2d(_PackedLayer):
@@ -135,11 +146,11 @@ class PackedConv2d(_PackedLayer):
 
     _options = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 
-    def __init__(self, layer: nn.Conv2d, *tensors: Any, floats: bool = False) -> None:
+    def __init__(self, layer: nn.Conv2d, *tensors: Any) -> None:
         left, right, top, bottom = pads = tuple(layer._reversed_padding_repeated_twice)  # as F.pad takes them
         by_kernel = layer.padding_mode == "zeros" and left == right and top == bottom
         window = {name: getattr(layer, name) for name in ("stride", "dilation", "groups")}
-        super().__init__(layer, *tensors, floats=floats, padding=(top, left) if by_kernel else (0, 0), **window)
+        super().__init__(layer, *tensors, padding=(top, left) if by_kernel else (0, 0), **window)
         self.pads = None if by_kernel else pads
         self.channels_last = suggest_memory_format(layer.weight) is torch.channels_last
 
@@ -151,27 +162,34 @@ class PackedConv2d(_PackedLayer):
         x, mode = input, str(self.padding_mode)
         if self.pads is not None:
             x = F.pad(x, self.pads, mode="constant" if mode == "zeros" else mode)
-        if self.floats:
-            *_, stride, padding, dilation, groups = self.geometry
-            return F.conv2d(x, *self._float_tensors(x.dtype), stride, padding, dilation, groups)
         return self._on_bits(x.contiguous(memory_format=torch.channels_last) if self.channels_last else x)
 
 
 class PackedLinear(_PackedLayer):
     """A ``Linear`` on bits.
 
-    With ``int8`` each row of the input is quantized to 8 bits, which is faster and no longer exact.
+    A small one computes few rows with floats, which are unpacked once. With ``int8`` each row of the input is quantized
+    to 8 bits, which is faster and no longer exact.
     """
 
+    in_features: int
     _options = ("in_features", "out_features")
+    _floats: tuple[Tensor, Tensor | None] | None = None
 
-    def __init__(self, layer: nn.Linear, *tensors: Any, floats: bool = False, int8: bool = False) -> None:
-        super().__init__(layer, *tensors, floats=floats, activation="int8" if int8 else "float32")
+    def __init__(self, layer: nn.Linear, *tensors: Any, int8: bool = False) -> None:
+        self.fewest: int = 1 if int8 else fewest_rows(layer)
+        super().__init__(layer, *tensors, activation="int8" if int8 else "float32")
+
+    def _refresh(self) -> None:
+        super()._refresh()
+        if self.fewest > 1 and self.prepared is not None:
+            self._floats = self.weight, None if self.bias is None else self.bias.to(self.weight.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """The product for each row of the input."""
-        if self.floats and self.geometry.activation == "float32":
-            return F.linear(input, *self._float_tensors(input.dtype))
+        few = self._floats is not None and input.numel() < self.fewest * self.in_features
+        if few and self._floats is not None and input.dtype == self._floats[0].dtype:
+            return F.linear(input, *self._floats)
         return self._on_bits(input)
 
 

@@ -1,8 +1,9 @@
 """Packed models: a network whose convolution and linear layers run on the bits of their weights.
 
-A packed model keeps the state of the original model, as bits where it is on levels and unchanged elsewhere, so
-``unpack`` returns the same model. It runs compiled: each packed layer also does the work of the batch norm, the
-addition and the ReLU that follow it, and of the sign that precedes it.
+A packed model keeps the state of the original model, so ``unpack`` returns the same model. Modules that have no kernel
+for bits, or would be slower with it, are the plain ones, with floats that were unpacked once. It runs compiled: each
+packed layer also does the work of the batch norm, the addition and the ReLU that follow it, and of the sign that
+precedes it.
 """
 
 from __future__ import annotations
@@ -15,20 +16,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves
 
 from mirrorquant import _owners
 from mirrorquant.levels import Levels
+from mirrorquant.nn import BinaryActivation
 from mirrorquant.packing.bits import PackedTensor, PackError, off_level
 from mirrorquant.packing.fuse import compiled
-from mirrorquant.packing.layers import PackedConv2d, PackedLinear, bits_pay
-from mirrorquant.select import Pattern, _listed, _matching, _names, listed, unwrapped
+from mirrorquant.packing.layers import PackedConv2d, PackedLinear, fewest_rows, why_floats
+from mirrorquant.select import Pattern, _listed, _matching, _names, unwrapped
 
 __all__ = ["PackedModel", "pack", "unpack"]
 
 Entry = PackedTensor | Tensor
 _LAYERS: dict[type[nn.Module], Any] = {nn.Conv2d: PackedConv2d, nn.Linear: PackedLinear}
 _PACKED = (PackedConv2d, PackedLinear)
+_FEWEST_FUSED = 1 << 18  # weights of convolutions that make up for the overhead of a compiled call
 _CLOSEST = 1e-3  # of the largest level: the least distance between levels
 
 
@@ -42,20 +46,22 @@ def pack(
 ) -> PackedModel:
     """A copy of a finalized model that holds its weights as bits and computes with them.
 
-    Convolutions (``Conv2d``) and linear layers are packed; everything else stays as it is. Layers that bits would slow
-    down compute with floats, although they are kept and saved as bits: depthwise convolutions, linear layers with fewer
-    than 65,536 weights, and those of ``nn.TransformerEncoderLayer``; ``layers()`` names all others. The copy is for
-    inference: it is in ``eval`` mode and stays there.
+    Any module may have quantized weights; all are saved as bits. Convolutions (``Conv2d``) and linear layers compute
+    with them. What bits would slow down, or has no kernel for them, computes with floats that are unpacked once:
+    depthwise convolutions, linear layers with fewer than 65,536 weights, attention, recurrent layers, embeddings, ...
+    ``packed.runs`` and ``mq.summary(packed)`` say for each tensor which it is, and why. The copy is for inference: it
+    is in ``eval`` mode and stays there.
 
     Args:
         model: the model, after ``MirrorDescent.finalize()``. It is not modified.
-        levels: the levels of the weights of all these layers; a weight with another value raises an error that names
+        levels: the levels of all ``Conv2d`` and linear layers; a weight with another value raises an error that names
             it. By default the levels of each layer are found in its weights: at most 16 values, at least a thousandth
             of the largest apart. Layers that have more values stay in float; a weight that an optimizer has not
             finalized raises an error.
         skip: patterns of the layers that stay in float, as in :func:`mirrorquant.split`.
-        fuse: whether packed layers take over the batch norm, addition and ReLU that follow them, by ``torch.compile``.
-            The first call compiles the model, in 2 to 3 seconds for a ResNet-18; so does the first call with another
+        fuse: whether packed layers take over the batch norm, addition and ReLU that follow them, by ``torch.compile``,
+            in networks where that is faster: with 262,144 or more weights in convolutions, or binary activations. The
+            first call compiles the model, in 2 to 3 seconds for a ResNet-18; so does the first call with another
             batch size, after which any batch size runs. If something that ``forward`` depends on changes, the next call
             compiles again. A model that branches on values of tensors is compiled in pieces. One that torch cannot
             compile runs without fusion after a warning, and the call in which that happened is repeated.
@@ -65,15 +71,15 @@ def pack(
         A model with the same results, except for the rounding of float32.
 
     Raises:
-        PackError: no layer is on levels, one is not on the given levels, or one is still being trained.
+        PackError: no weight is on levels, a layer is not on the given levels, or one is still being trained.
 
     Example:
         >>> import torch, mirrorquant as mq
-        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 256), torch.nn.ReLU(), torch.nn.Linear(256, 2))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 2))
         >>> _ = model[0].weight.data.sign_()
         >>> packed = mq.pack(model)
-        >>> packed.layers()
-        ['0']
+        >>> packed.runs
+        {'0.weight': 'bits'}
         >>> mq.pack(model, levels=mq.BINARY)
         Traceback (most recent call last):
         ...
@@ -115,29 +121,45 @@ class PackedModel(nn.Module):
 
     ``network`` is the model with packed layers in the places of its own; ``plain`` is the model itself without numbers
     (on the meta device). ``fused`` says whether ``network`` is compiled, so that its layers do the work of their
-    neighbors; ``network`` itself can always be called, too. ``about`` is the metadata of the file that the model was
-    loaded from. Changes through ``tensor.data``, which torch does not count, go unnoticed by batch norms that were
+    neighbors; ``network`` itself can always be called, too. ``runs`` has a word on each quantized tensor by its name:
+    ``bits``, or ``float:`` and the reason. ``about`` is the metadata of the file that the model was loaded from.
+    Changes through ``tensor.data``, which torch does not count, go unnoticed by batch norms that were
     compiled.
     """
 
     plain: nn.Module
     fused: bool
+    runs: dict[str, str]
     about: dict[str, Any]
+    _levels: dict[str, Levels]
     _run: Callable[..., Any] | None
 
-    def __init__(self, network: nn.Module, plain: nn.Module, *, fuse: bool) -> None:
+    def __init__(
+        self, network: nn.Module, plain: nn.Module, runs: dict[str, str], levels: dict[str, Levels], *, fuse: bool
+    ) -> None:
         super().__init__()
         self.network = network.eval()
         self.__dict__["plain"] = plain  # not registered, because it has no numbers
-        self.training, self.fused, self.about, self._run = False, fuse and bool(self.layers()), {}, None
+        self.runs, self._levels, self.about = runs, levels, {}
+        self.training, self.fused, self._run = False, fuse and bool(self.layers()), None
 
-    @torch.no_grad()
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """As of any module, but with less overhead for small networks that run as they are."""
+        if self.fused or self._forward_hooks or self._forward_pre_hooks or torch.is_grad_enabled():
+            return super().__call__(*inputs, **options)
+        return self._modules["network"](*inputs, **options)  # type: ignore[misc]
+
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """The result of the plain model in ``eval`` mode, without a gradient."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.forward(*inputs, **options)
+        network = self._modules["network"]
+        assert network is not None
         if not self.fused or torch.compiler.is_compiling():
-            return self.network(*inputs, **options)
+            return network(*inputs, **options)
         if self._run is None:
-            self._run = compiled(self.network)
+            self._run = compiled(network)
         try:
             return self._run(*inputs, **options)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -157,7 +179,7 @@ class PackedModel(nn.Module):
 
     def layers(self) -> list[str]:
         """The names of the layers that run on bits."""
-        return [name for name, layer in self.network.named_modules() if isinstance(layer, _PACKED) and not layer.floats]
+        return [name for name, layer in self.network.named_modules() if isinstance(layer, _PACKED)]
 
     def entries(self) -> dict[str, Entry]:
         """Each tensor of the plain model's state by its name: as bits, or as it is."""
@@ -165,8 +187,11 @@ class PackedModel(nn.Module):
         tensors = dict(state(self.network))
         for name in dict(state(self.plain)):
             path, _, leaf = name.rpartition(".")
-            layer = self.network.get_submodule(path)
-            found[name] = layer.weight_bits if isinstance(layer, _PACKED) and leaf == "weight" else tensors[name]
+            layer, levels = self.network.get_submodule(path), self._levels.get(name)
+            if isinstance(layer, _PACKED) and leaf == "weight":
+                found[name] = layer.weight_bits
+            else:  # what runs as floats is not kept as bits
+                found[name] = (levels and PackedTensor.of(tensors[name], levels)) or tensors[name]
         return found
 
     def train(self, mode: bool = True) -> PackedModel:
@@ -209,6 +234,8 @@ def filled(model: nn.Module, tensors: Mapping[str, Tensor], layers: Mapping[str,
     for name, tensor in state(model):
         if name in tensors:
             new = tensors[name].detach()
+            if new.dim() == 4:
+                new = new.contiguous(memory_format=suggest_memory_format(tensor))  # which bits do not have
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
     return copy.deepcopy(model, memo)
@@ -235,12 +262,10 @@ def _computed(model: nn.Module) -> dict[int, Any]:
 # From tensors to bits.
 
 
-def entries_of(
-    model: nn.Module, levels: Levels | None, skip: Pattern | Sequence[Pattern] = (), *, stored: bool = False
-) -> dict[str, Entry]:
-    """Each tensor of a model by its name, parameters on levels as bits; a layer that is not on ``levels`` is an error.
+def entries_of(model: nn.Module, levels: Levels | None, skip: Pattern | Sequence[Pattern] = ()) -> dict[str, Entry]:
+    """Each tensor of a model by its name, parameters on levels as bits; at least one weight must come as bits.
 
-    At least one layer must come as bits; a weight of any module will do if the model is only ``stored``.
+    A layer that is not on given ``levels`` is an error.
     """
     names = {id(tensor): name for name, tensor in state(model)}
     parameters = {name for name, _ in model.named_parameters()} - _skipped(model, skip)
@@ -258,25 +283,12 @@ def entries_of(
             entries[name] = bits
         elif levels is not None and name in layers:
             raise PackError(_off(name, tensor.detach(), levels))
-    wanted = [name for name, p in model.named_parameters() if p.dim() > 1] if stored else layers
-    if not any(isinstance(entries.get(name), PackedTensor) for name in wanted):
-        raise PackError(_nothing(model, entries, [name for name in wanted if name in parameters], levels, stored))
+    weights = [name for name, p in model.named_parameters() if p.dim() > 1 and name in parameters]
+    if not weights:
+        raise PackError(f"{type(model).__name__} has no weight to pack")
+    if not any(isinstance(entries[name], PackedTensor) for name in weights):
+        raise PackError(_off(weights[0], _whole(dict(state(model))[weights[0]]).detach(), levels))
     return entries
-
-
-def _nothing(model: nn.Module, entries: dict[str, Entry], left: list[str], levels: Levels | None, stored: bool) -> str:
-    """Why there is nothing to pack: no layer for it, none of them quantized, or only others than can run packed."""
-    kind, parameters = type(model).__name__, model.named_parameters()
-    held = [name for name, p in parameters if p.dim() > 1 and isinstance(entries[name], PackedTensor)]
-    if held and not stored:
-        owners = [f"{name} ({type(model.get_submodule(name.rpartition('.')[0])).__name__})" for name in held]
-        return (
-            f"no Conv2d or Linear layer of {kind} is quantized, and only those run packed. Its quantized weights are "
-            f"{listed(owners)}: mq.save stores these as bits"
-        )
-    if left:
-        return _off(left[0], _whole(dict(state(model))[left[0]]).detach(), levels)
-    return f"{kind} has no {'weight to store as bits' if stored else 'Conv2d or Linear layer to pack'}"
 
 
 def _refuse_unfinished(name: str, tensor: Tensor, bits: PackedTensor | None) -> None:
@@ -325,25 +337,56 @@ def _off(name: str, tensor: Tensor, levels: Levels | None) -> str:
 
 
 def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, int8: bool = False) -> PackedModel:
-    """A packed model from a skeleton and its tensors; a layer whose weight comes as bits is packed."""
+    """A packed model from a skeleton and its tensors; a layer is packed if its weight comes as bits, and that pays."""
     names = {id(tensor): name for name, tensor in state(plain)}
+    fuse = fuse and _fusion_pays(plain, entries)
+    levels = {name: entry.levels for name, entry in entries.items() if isinstance(entry, PackedTensor)}
     layers: dict[str, nn.Module] = {}
+    runs: dict[str, list[str]] = {name: [] for name in levels}
     for path, module in plain.named_modules():
-        altered = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-        if type(module) not in _LAYERS or altered:
-            continue
-        weight, bias = (entries.get(names.get(id(getattr(module, name)), "")) for name in ("weight", "bias"))
-        if isinstance(weight, PackedTensor) and weight.planes.numel():
-            bias = None if bias is None else _numbers(bias)
-            parent = plain.get_submodule(path.rpartition(".")[0])
-            in_encoder = isinstance(parent, nn.TransformerEncoderLayer)  # which computes with its layers' weights
-            floats = in_encoder or not bits_pay(module)
+        own = {key: names.get(id(p), "") for key, p in module.named_parameters(recurse=False)}
+        weight, bias = (entries.get(own.get(key, "")) for key in ("weight", "bias"))
+        why = _why_floats(plain, path, weight, int8=int8, fused=fuse)
+        if not why:
             options = {"int8": int8} if isinstance(module, nn.Linear) else {}
-            layers[path] = _LAYERS[type(module)](module, weight, bias, floats=floats, **options)
+            layers[path] = _LAYERS[type(module)](module, weight, None if bias is None else _numbers(bias), **options)
+        for key, name in own.items():
+            if name in levels:
+                reason = "a vector" if len(entries[name].shape) < 2 else why
+                rows = 1 if int8 else fewest_rows(module)
+                bits = "bits" if rows == 1 else f"bits from {rows} rows on; float: fewer rows are faster"
+                runs[name].append(bits if not why and key == "weight" else f"float: {reason}")
     kept = [module for path, module in plain.named_modules() if path not in layers]
     used = {names.get(id(parameter)) for module in kept for parameter in module.parameters(recurse=False)}
     tensors = {  # bits are unpacked for modules that run on numbers, even if a packed layer shares them
         name: _numbers(entry) for name, entry in entries.items() if isinstance(entry, Tensor) or name in used
     }
     network = filled(plain, tensors, layers).requires_grad_(False)
-    return PackedModel(network, plain, fuse=fuse and not isinstance(network, _PACKED))
+    joined = {name: "; ".join(dict.fromkeys(found)) for name, found in runs.items()}
+    return PackedModel(network, plain, joined, levels, fuse=fuse and not isinstance(network, _PACKED))
+
+
+def _fusion_pays(plain: nn.Module, entries: Mapping[str, Entry]) -> bool:
+    """Whether a compiled network is faster: with large convolutions as bits, or after signs."""
+    if any(isinstance(module, BinaryActivation) for module in plain.modules()):
+        return True
+    names = {id(tensor): name for name, tensor in state(plain)}
+    kernels = {names.get(id(module.weight)): module for module in plain.modules() if type(module) is nn.Conv2d}
+    on_bits = [layer for name, layer in kernels.items() if isinstance(entries.get(name or ""), PackedTensor)]
+    return sum(layer.weight.numel() for layer in on_bits) >= _FEWEST_FUSED
+
+
+def _why_floats(plain: nn.Module, path: str, weight: Entry | None, *, int8: bool, fused: bool) -> str:
+    """Why a module runs with floats; empty if it runs on bits."""
+    module, parent = plain.get_submodule(path), plain.get_submodule(path.rpartition(".")[0])
+    if type(module) not in _LAYERS or not isinstance(weight, PackedTensor):
+        kind = type(module)
+        return f"{'nn.' * kind.__module__.startswith('torch.nn.')}{kind.__name__} has no kernel for bits"
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return "the layer has hooks, or a forward of its own"
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        return "nn.TransformerEncoderLayer computes with the weights of its layers"
+    if not weight.planes.numel():
+        return "it is empty"
+    assert isinstance(module, (nn.Conv2d, nn.Linear))
+    return "" if int8 and isinstance(module, nn.Linear) else why_floats(module, weight.levels, fused=fused)

@@ -16,6 +16,10 @@ from torch import nn
 from mirrorquant import _files
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.optimizer import MirrorDescent
+from mirrorquant.packing import PackedModel, PackError
+from mirrorquant.packing.file import stored
+from mirrorquant.packing.model import assemble, skeleton
+from mirrorquant.select import listed
 from mirrorquant.train import build, checkpoint, evaluate
 from mirrorquant.train.checkpoint import CheckpointError
 from mirrorquant.train.config import Config, ConfigError
@@ -155,6 +159,15 @@ class Best:
         opt = build.optimizer(config, model, 1)
         model.load_state_dict(state["model"])
         return cls(model.eval(), opt, expected or config, images, path)
+
+    def packed(self, *, fuse: bool = True) -> PackedModel:
+        """The network as :func:`mirrorquant.pack` makes it, with its origin; one without bits for a float network."""
+        if self.off_levels:
+            raise PackError(f"{self.path} was altered: {listed(self.off_levels)} is off its levels; train it again")
+        plain, entries = stored(self.model, finalized=False)
+        packed = assemble(skeleton(plain), entries, fuse=fuse)
+        packed.about = self.about
+        return packed
 
     @property
     def about(self) -> dict[str, Any]:
