@@ -251,9 +251,10 @@ class MirrorDescent(Optimizer):
             if sizes:
                 levels, tensors = ", ".join(f"{level:g}" for level in method.levels), "tensor" + "s" * (len(sizes) > 1)
                 if method.scale is not None:
-                    scales = torch.cat([self.state[p]["scale"].flatten() for p in group["params"] if p in self.state])
-                    low, high = (f"{float(c):.2g}" for c in (local(scales).min(), local(scales).max()))
-                    levels += f" x a {method.scale.how} scale per {method.scale.per} ({low} to {high})"
+                    scales = [local(self.state[p]["scale"].detach()) for p in group["params"] if p in self.state]
+                    every = [c for scale in scales for c in scale.flatten().tolist()] or [1.0]
+                    low, high = min(every), max(every)
+                    levels += f" x a {method.scale.how} scale per {method.scale.per} ({low:.2g} to {high:.2g})"
                 title = f"{method.name or type(method).__name__}, levels {levels}: {len(sizes)} {tensors}"
                 lines.append(f"  {title}, {sum(sizes.values()):,} weights ({listed([*sizes])})")
             usual = "method 'ref'" if isinstance(method, REF) else "frozen"

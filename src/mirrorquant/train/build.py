@@ -117,7 +117,6 @@ def optimizer(config: Config, model: nn.Module, batches_per_epoch: int) -> Mirro
         if config.method != "ref":  # the paper quantizes everything; in a custom model, some parameters must stay float
             groups = split(model, skip=config.skip, everything=":" not in config.model)
         base: torch.optim.Optimizer = classes[config.optimizer](groups, **options)
-        # pretrained=bool(config.init) belongs here once MirrorDescent starts latents at the inverse image of weights
         with unwarned():  # the paper's ternary networks start at zero, by design; the end of a run reports problems
             return MirrorDescent(base, method=config.build_method(), anneal=config.build_beta(batches_per_epoch))
     except ValueError as error:
