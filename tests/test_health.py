@@ -108,9 +108,9 @@ def test_the_report_compares_the_loss_of_soft_and_rounded_weights():
     model, x = network(), torch.randn(16, 64)
     opt = wrap(model, levels="binary", anneal=mq.schedules.until(10))
     report = mq.health(opt, lambda: model(x).square().mean())
-    assert report.soft_loss == float(model(x).square().mean())
+    assert report.soft_loss == model(x).square().mean().item()
     with opt.quantized():
-        assert report.rounded_loss == float(model(x).square().mean())
+        assert report.rounded_loss == model(x).square().mean().item()
     assert str(report).endswith(f"loss {report.soft_loss:.4g}, rounded {report.rounded_loss:.4g}")
     assert mq.health(opt).soft_loss is None
 

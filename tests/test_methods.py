@@ -471,6 +471,24 @@ def test_a_fixed_scale_per_tensor_is_the_method_on_scaled_levels():
     torch.testing.assert_close(w, other)
 
 
+def test_a_custom_method_with_several_latents_must_say_so():
+    class Twice(mq.Method):
+        def lift(self, weight):
+            return torch.stack([weight, weight])
+
+        def project(self, latent, beta):
+            return torch.tanh(beta * latent.mean(0))
+
+        def pull_back(self, grad, latent, beta):
+            return torch.stack([grad, grad])
+
+    with pytest.raises(ValueError, match="set can_follow = False"):
+        quadratic(Twice("binary"), 1)
+    Twice.can_follow = False
+    assert Twice("binary").scale.how == "fixed"
+    quadratic(Twice("binary"), 1)
+
+
 def test_he_scales_depend_on_the_shape_alone():
     scale = Scale("channel", "fixed", "he")
     assert torch.equal(scale.of(torch.randn(4, 3, 5, 5), BINARY), torch.full((4, 1, 1, 1), math.sqrt(2 / 75)))

@@ -133,7 +133,7 @@ def test_what_cannot_be_used_is_told_with_the_reason(override, message):
 
 
 def test_a_function_that_makes_no_method_is_told(monkeypatch):
-    monkeypatch.setattr("mirrorquant.models.digitsnet", lambda levels, scale: 3)
+    monkeypatch.setattr("mirrorquant.models.digitsnet", lambda levels: 3)
     with pytest.raises(ConfigError, match=r"makes a int, expected a method: name a subclass of mirrorquant\.Method"):
         Config.from_recipe(DIGITS, ["method=mirrorquant.models:digitsnet"])
 

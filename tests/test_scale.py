@@ -7,7 +7,7 @@ import torch
 from test_train import config, signalled
 
 from mirrorquant.cli import main
-from mirrorquant.methods import Scale
+from mirrorquant.levels import Scale
 from mirrorquant.report import RunRecord, labels
 from mirrorquant.report.tables import compare_row, compare_table
 from mirrorquant.train import Best, Config, ConfigError, Interrupted, Run, recipes
@@ -19,7 +19,7 @@ SCALES = ["tensor-fixed", "tensor-computed", "channel-learnt"]
 
 def test_a_scale_is_named_by_what_shares_it_and_how_it_is_found():
     assert Config().build_method().scale is None
-    assert config("scale=tensor").build_method().scale == Scale("tensor")
+    assert config("scale=tensor").build_method().scale == Scale("tensor", "computed")
     assert config("scale=channel-computed").build_method().scale == Scale("channel", "computed")
     assert config("scale=tensor", recipe="digits/digitsnet/ref").build_method().scale is None
     assert config("scale=tensor").identity != config().identity

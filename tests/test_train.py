@@ -1012,7 +1012,7 @@ def test_a_full_disk_on_resuming_leaves_the_metrics_as_they_were(finished, tmp_p
         (["warmup=800"], "warmup is 800, but it must be below iterations, 800"),
         (
             ["lr_schedule=steps"],
-            "lr_schedule is 'steps', but it must be one of constant, step, geometric, until, linear, cosine",
+            "lr_schedule is 'steps', but it must be one of constant, step, geometric, linear, cosine",
         ),
         (["beta_schedule=step", "beta_scale=2", "beta_interval=1"], r"β reaches .*, but it must stay from 0 to 1e\+35"),
         (["finalize_at=0"], "finalize_at is 0.0, but it must be at least 1e-09"),

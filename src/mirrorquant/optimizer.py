@@ -195,7 +195,7 @@ class MirrorDescent(Optimizer):
     def refresh(self) -> None:
         """Writes the images of the latents after someone has changed these, as an average of them does."""
         for q in self._quantized():
-            if q.method.scale is not None and q.method.scale.how == "computed":
+            if q.method.scale is not None and q.method.scale.how == "computed" and not self.finalized:
                 q.state["scale"].copy_(q.method.scale.of(q.state["latent"], q.method.levels))
         self._write(rounded=False)
 

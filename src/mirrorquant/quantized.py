@@ -39,7 +39,8 @@ class Quantized(NamedTuple):
         """
         latent: Tensor = self.state["latent"]
         error = 8 * torch.finfo(latent.dtype).eps
-        largest = float(local(self.state["scale"]).max()) if "scale" in self.state else 1.0
+        hull = self.method.hull(self.state, self.beta)
+        largest = 1.0 if hull is None else float(local(hull).max())
         absolute = error * largest * max(map(abs, self.method.levels)) + 2.0**-24  # the smallest float16
         image = self.method.image(self.state, self.beta)
         seen, expected = (local(t.detach().to(latent.dtype)) for t in (self.weight, image))

@@ -132,7 +132,7 @@ class Method:
         if bool(weight.isnan().any()):
             raise ValueError(f"{name} holds NaN, so there is nothing to quantize: initialize or load it again")
         state: State = {} if self.scale is None else {"scale": self.scale.of(weight, self.levels)}
-        hull = self._hull(state, beta)
+        hull = self.hull(state, beta)
         unit, hook = (weight if hull is None else weight / hull), "lift"
         if self.follows:
             reach, hook = INSIDE * self.levels.radius, "invert"
@@ -140,6 +140,8 @@ class Method:
         else:
             latent = self.lift(unit)
         latent = self._checked(hook, name, latent, weight.shape).clone()
+        if latent.shape != weight.shape and self.scale is not None and self.scale.how == "computed":
+            raise ValueError(f"{self} has several latents, from which no scale can be computed: set can_follow = False")
         state["latent"] = latent if hull is None else latent * hull
         state |= {k: self._checked("start", name, v).clone() for k, v in self.start(unit, latent).items()}
         trial = {k: v.clone() for k, v in state.items()}
@@ -151,7 +153,7 @@ class Method:
 
     def image(self, state: State, beta: Beta) -> Tensor:
         """The weight: c · project(latent / c), where c is the scale of the hull."""
-        hull, weight = self._hull(state, beta), self._projected(state, beta)
+        hull, weight = self.hull(state, beta), self._projected(state, beta)
         return weight if hull is None else weight * hull
 
     def rounded(self, state: State, beta: Beta) -> Tensor:
@@ -178,7 +180,7 @@ class Method:
         """The latent after ``settle``; a scale that moves is brought up to date in place."""
         latent: Tensor = state["latent"]
         if type(self).settle is not Method.settle:
-            hull = self._hull(state, beta)
+            hull = self.hull(state, beta)
             latent = self.settle(self._unit(state, beta), beta, lr, **self._more("settle", state))
             latent = latent if hull is None else latent * hull
         if self.scale is not None and self.scale.how == "computed":
@@ -233,7 +235,7 @@ class Method:
         """Whether the scale follows the latents, in a hull that is wide while the weights are soft."""
         return self.uses_beta and self.scale is not None and self.scale.how == "computed"
 
-    def _hull(self, state: State, beta: Beta) -> Tensor | None:
+    def hull(self, state: State, beta: Beta) -> Tensor | None:
         """The scale of the hull, if there is one: wider than the levels at first, so that few weights lie outside."""
         scale: Tensor | None = state.get("scale")
         return scale * (1 + ROOM / beta) if self.follows and scale is not None else scale
@@ -246,7 +248,7 @@ class Method:
 
     def _unit(self, state: State, beta: Beta) -> Tensor:
         latent: Tensor = state["latent"]
-        hull = self._hull(state, beta)
+        hull = self.hull(state, beta)
         return latent if hull is None else latent / hull
 
     def _checked(self, hook: str, name: str, value: object, shape: torch.Size | None = None) -> Tensor:

@@ -80,6 +80,7 @@ def _used(condition: str, term: str) -> str:
 
 
 _SCHEDULES = tuple(name for name in schedules.names() if name != "ramp")  # which needs a rate; pq_rate is ProxQuant's
+_LR_SCHEDULES = tuple(name for name in _SCHEDULES if name != "until")  # which starts at 1
 _ANNEALED = "method!=" + ",".join(name for name in methods.names() if not methods.get(name).uses_beta)
 _lr, _beta = partial(_used, "lr_schedule="), partial(_used, f"{_ANNEALED} beta_schedule=")
 _SECTIONS = ("data", "model", "method", "optimizer", "beta", "objective", "training", "machine", "logging", "origin")
@@ -114,7 +115,7 @@ class Config:
     momentum: float = _optimizer(0.9, "momentum of SGD", least=0, most=1e35, used="optimizer=sgd")
     nesterov: bool = _optimizer(False, "Nesterov momentum", used="optimizer=sgd")
     weight_decay: float = _optimizer(0.0, "weight decay; AdamW decouples it from the gradient", least=0, most=1e35)
-    lr_schedule: str = _optimizer("step", "learning rate over time", choices=(*_SCHEDULES, _OWN))
+    lr_schedule: str = _optimizer("step", "learning rate over time", choices=(*_LR_SCHEDULES, _OWN))
     lr_scale: float = _optimizer(1.0, "factor every lr_interval", least=1e-300, most=1e300, used=_lr("scale"))
     lr_interval: int = _optimizer(30000, "iterations; see lr_scale", least=1, used=_lr("every"))
     lr_end: float = _optimizer(0.0, "last learning rate", least=0, most=_LARGEST_LR, used=_lr("end"))
