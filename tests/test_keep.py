@@ -107,3 +107,66 @@ def test_what_cannot_be_kept_is_an_error():
         mq.Average(opt, 1)
     with pytest.raises(ValueError, match="latents that are infinite"):
         mq.Average(trained(1, method="md-tanh", levels=mq.BINARY)[1])
+
+
+LEVELS = [[-3, -1, 1, 3], [-2, -1, 0, 1], [-1, -0.6, -0.2, 0.2, 0.6, 1], [-1, -1 / 3, 1 / 3, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("values", LEVELS, ids=str)
+@pytest.mark.parametrize("how", ["computed", "learnt"])
+def test_the_best_network_of_any_levels_comes_back_with_its_scales(how, values, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).to(dtype)
+    base = torch.optim.Adam(mq.split(model), lr=0.01)
+    opt = mq.MirrorDescent(base, "md-tanh-s", mq.levels.auto(values, how=how), mq.schedules.until(60))
+    best = mq.Best(model, opt)
+    for k in range(60):
+        x = torch.randn(32, 8).to(dtype)
+        nn.functional.cross_entropy(model(x).float(), x[:, :3].argmax(1)).backward()
+        opt.step()
+        opt.zero_grad()
+        best.update(-abs(k - 40))
+    best.restore()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, best.state[name]), name
+
+
+def test_an_average_in_half_precision_moves():
+    w = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    bias = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    groups = [{"params": [w]}, {"params": [bias], "method": "ref"}]
+    average = mq.Average(mq.MirrorDescent(torch.optim.SGD(groups, lr=0.1), levels=mq.BINARY), 0.999)
+    with torch.no_grad():
+        bias.fill_(2.0)
+    for _ in range(5000):
+        average.update()
+    assert float(average.tensors[1].mean()) == pytest.approx(2.0, abs=0.02)
+
+
+def test_contexts_may_be_entered_in_either_order():
+    averages = []
+    model, opt = trained(
+        20, watch=lambda model, opt: averages.append(mq.Average(opt)) or (lambda k: averages[0].update())
+    )
+    before = model[0].weight.detach().clone()
+    with averages[0].applied(), opt.quantized():
+        one = model[0].weight.detach().clone()
+    with opt.quantized(), averages[0].applied():
+        two = model[0].weight.detach().clone()
+    assert torch.equal(one, two)
+    assert one.unique().numel() == 3
+    assert torch.equal(model[0].weight, before)
+
+
+def test_an_average_leaves_a_fresh_optimizer_as_it_was_and_can_be_finalized():
+    model, opt = trained(0)
+    before, average = model[0].weight.detach().clone(), mq.Average(opt)
+    with average.applied():
+        pass
+    assert torch.equal(model[0].weight, before)
+    with average.applied():
+        opt.finalize()
+        inside = copy.deepcopy(model.state_dict())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, inside[name]), name

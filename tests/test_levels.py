@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mirrorquant import BINARY, TERNARY, Levels
+from mirrorquant.levels import auto
 
 level_sets = st.lists(st.floats(-8, 8, width=16), min_size=2, max_size=9, unique=True).map(sorted)
 
@@ -74,3 +75,16 @@ def test_levels_are_values():
     assert 2 * BINARY == BINARY * 2 == Levels(-2, 2)
     with pytest.raises(ValueError, match="positive"):
         -1 * BINARY
+
+
+@pytest.mark.parametrize("values", [[-1, 0.99], [-0.1 * 3, 0.3], [-1 + 0.4 * k for k in range(6)]], ids=str)
+def test_a_threshold_that_is_zero_but_for_rounding_counts_as_zero(values):
+    levels = Levels(*values)
+    assert levels.fit == 1 / min(map(abs, levels))
+
+
+def test_levels_with_a_scale_can_be_copied_pickled_and_multiplied():
+    levels = auto("ternary", per="channel")
+    for other in (copy.deepcopy(levels), pickle.loads(pickle.dumps(levels))):
+        assert (other, other.scale) == (levels, levels.scale)
+    assert (0.5 * levels).scale == levels.scale

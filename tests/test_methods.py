@@ -439,7 +439,7 @@ SCALES = [Scale(per, how) for per in ("tensor", "channel") for how in ("fixed", 
 def test_weights_are_levels_times_their_scale(name, scale, levels):
     scaled = mq.levels.auto(levels, per=scale.per, how=scale.how)
     if scale.how == "computed" and name == "md-softmax-s":
-        with pytest.raises(ValueError, match="no latents to compute a scale from: fix or learn it"):
+        with pytest.raises(ValueError, match="on another scale than its weights: fix or learn it"):
             methods.get(name, scaled)
         return
     method = methods.get(name, scaled)
@@ -547,6 +547,44 @@ def test_the_hull_narrows_to_the_levels():
     wide, narrow = method.image(state, 1.0), method.image(state, 1e6)
     assert float(wide.abs().max()) > float(state["scale"])
     torch.testing.assert_close(narrow.abs(), state["scale"].expand_as(w), rtol=1e-4, atol=0)
+
+
+def test_a_channel_of_zeros_gets_the_scale_of_its_tensor():
+    weight = torch.tensor([[0.0, 0.0], [0.2, -0.4]])
+    assert torch.allclose(Scale("channel").of(weight, BINARY), torch.tensor([[0.15], [0.3]]))
+    assert torch.equal(Scale().of(torch.zeros(2, 2), BINARY), torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("how", ["fixed", "learnt"])
+def test_the_start_is_reported_for_every_scale(how):
+    w = nn.Parameter(initialized(nn.init.xavier_uniform_))
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.1), levels=mq.levels.auto(how=how), anneal=mq.schedules.until(9))
+    assert opt.start_gap > 0.1
+    before = opt.start_gap
+    opt.add_param_group({"params": [nn.Parameter(torch.ones(3))], "method": "ref"})
+    assert opt.start_gap == before
+    with pytest.raises(ValueError, match=r"use mq\.levels\.auto"):
+        opt.add_param_group({"params": [nn.Parameter(torch.ones(3, 3))], "scale": Scale()})
+
+
+def test_proxquant_on_fitted_levels_keeps_its_scale():
+    w = nn.Parameter(initialized(nn.init.xavier_uniform_))
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.01), "pq", "binary", mq.schedules.ramp(1e-3))
+    before = float(opt.state[w]["scale"])
+    for _ in range(50):
+        w.grad = torch.zeros_like(w)
+        opt.step()
+    assert float(opt.state[w]["scale"]) == before
+
+
+def test_a_learnt_scale_rests_once_it_is_finalized():
+    w, opt, _ = quadratic(methods.MDTanhS(mq.levels.auto(how="learnt")), 5)
+    opt.finalize()
+    before = opt.state[w]["scale"].detach().clone()
+    for _ in range(3):
+        w.grad = torch.ones_like(w)
+        opt.step()
+    assert torch.equal(opt.state[w]["scale"], before)
 
 
 def test_levels_that_fit_each_layer_need_to_know_the_end_of_training():

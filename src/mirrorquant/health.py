@@ -159,7 +159,8 @@ def advice(opt: MirrorDescent, learnt: Collection[Tensor]) -> str:
     Called while the parameters still have their initial values. Constant ones, such as zeros, are left out: they do not
     show which scale the levels should have.
     """
-    initial = {q.name: local(q.weight.detach()) for q in opt._quantized() if q.weight in learnt}
+    fixed = [q for q in opt._quantized() if q.weight in learnt and q.method.scale is None]
+    initial = {q.name: local(q.weight.detach()) for q in fixed}
     found = [t for t in health(opt).tensors if t.collapsed and t.name in initial]
     collapsed = [t for t in found if bool(initial[t.name].min() < initial[t.name].max())]
     if not collapsed:

@@ -53,6 +53,7 @@ class Best:
         self.model, self.opt = model, opt
         self.score, self.stale = -math.inf, 0
         self.state: dict[str, Any] | None = None
+        self.scales: list[Tensor] = []
 
     def update(self, score: float) -> bool:
         """Keeps the network as it is now, rounded, unless an earlier one had a higher score; returns whether it did.
@@ -64,6 +65,7 @@ class Best:
             return False
         with self.opt.quantized():
             self.state = copy.deepcopy(self.model.state_dict())
+        self.scales = _scales(self.opt)
         self.score, self.stale = score, 0
         return True
 
@@ -72,6 +74,7 @@ class Best:
         if self.state is None:
             raise RuntimeError("no network was kept: call update(score) at least once, with a score that is not NaN")
         self.model.load_state_dict(self.state)
+        _set_scales(self.opt, self.scales)
         self.opt.finalize()
 
 
@@ -94,7 +97,8 @@ class Average:
                 name = type(group["method"]).__name__
                 raise ValueError(f"{name} has latents that are infinite, which have no average: use md-tanh-s, say")
         self.opt, self.decay, self.updates = opt, decay, 0
-        self.tensors = [tensor.detach().clone() for tensor in self._moved()]
+        wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in self._moved()]
+        self.tensors = [tensor.detach().to(dtype, copy=True) for tensor, dtype in zip(self._moved(), wide, strict=True)]
 
     def _moved(self) -> list[Tensor]:
         return [tensor for group in self.opt.base.param_groups for tensor in group["params"]]
@@ -104,19 +108,37 @@ class Average:
         """Adds the present state; call it after each step."""
         self.updates += 1
         decay = min(self.decay, self.updates / (self.updates + 9))
-        torch._foreach_lerp_(self.tensors, [tensor.detach() for tensor in self._moved()], 1 - decay)
+        present = [tensor.detach().to(own.dtype) for tensor, own in zip(self._moved(), self.tensors, strict=True)]
+        torch._foreach_lerp_(self.tensors, present, 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The averaged network inside, soft or in ``opt.quantized()``; the present one again afterwards."""
-        present = [tensor.detach().clone() for tensor in self._moved()]
+        """The averaged network inside, soft or in ``opt.quantized()``; the present one again afterwards.
+
+        A network that is finalized inside stays.
+        """
+        present, scales, before = [t.detach().clone() for t in self._moved()], _scales(self.opt), self.opt.finalized
         self._assign(self.tensors)
+        self.opt.refresh()
         try:
             yield
         finally:
-            self._assign(present)
+            if self.opt.finalized == before:
+                self._assign(present)
+                _set_scales(self.opt, scales)
+                self.opt.refresh(scales=False)
 
+    @torch.no_grad()
     def _assign(self, tensors: list[Tensor]) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_([tensor.detach() for tensor in self._moved()], tensors)
-        self.opt.refresh()
+        torch._foreach_copy_([tensor.detach() for tensor in self._moved()], tensors)
+
+
+def _scales(opt: MirrorDescent) -> list[Tensor]:
+    return [state["scale"].detach().clone() for state in opt.state.values() if "scale" in state]
+
+
+@torch.no_grad()
+def _set_scales(opt: MirrorDescent, scales: list[Tensor]) -> None:
+    own = [state["scale"].detach() for state in opt.state.values() if "scale" in state]
+    for scale, kept in zip(own, scales, strict=True):
+        scale.copy_(kept)

@@ -80,14 +80,14 @@ class Levels(tuple[float, ...]):
     def fit(self) -> float:
         """The factor that fits the levels to weights with a mean absolute value of 1.
 
-        It puts the innermost threshold at 0.7, as ternary weight networks do; if zero is a threshold, the innermost
+        It puts the innermost threshold at 0.7, as ternary weight networks do; if that is (almost) zero, the innermost
         level at 1.
 
         >>> BINARY.fit, TERNARY.fit
         (1.0, 1.4)
         """
-        inner = min(abs(t) for t in self.thresholds)
-        return 0.7 / inner if inner else 1 / min(abs(level) for level in self)
+        inner, least = min(abs(t) for t in self.thresholds), min(abs(level) for level in self if level)
+        return 0.7 / inner if inner > least / 4 else 1 / least
 
     def nearest(self, weight: Tensor) -> Tensor:
         """The level nearest to each weight; a tie goes up, so sign(0) = +1, never 0.
@@ -118,7 +118,7 @@ class Levels(tuple[float, ...]):
         """The levels times a positive scale, as in ``0.1 * BINARY``."""
         if not scale > 0:
             raise ValueError(f"the scale is {scale}, but it must be positive to keep the levels in order")
-        return Levels(*(scale * level for level in self))
+        return Levels(*(scale * level for level in self), scale=self.scale)
 
     __mul__ = __rmul__  # type: ignore[assignment]
 
@@ -160,11 +160,11 @@ class Scale:
             raise ValueError("size is 'he', which depends on the shape alone: choose how='fixed' or 'learnt'")
 
     def of(self, weight: Tensor, levels: Levels) -> Tensor:
-        """c = fit · mean |w|, or √(2 / fan-in); 1 where all weights are zero.
+        """c = fit · mean |w|, or √(2 / fan-in); a channel of zeros gets the tensor's mean, and a tensor of zeros 1.
 
         >>> Scale("channel").of(torch.tensor([[0.1, -0.3], [0.0, 0.0]]), BINARY)
         tensor([[0.2000],
-                [1.0000]])
+                [0.1000]])
         """
         first = 1 if self.per == "channel" and weight.dim() > 1 else 0
         dims = tuple(range(first, weight.dim()))
@@ -172,6 +172,7 @@ class Scale:
         if self.size == "he":
             inputs = weight.numel() / weight.shape[0] if weight.dim() > 1 else weight.numel()
             return torch.full_like(size, math.sqrt(2 / max(inputs, 1)))
+        size = torch.where(size > 0, size, size.mean())
         return torch.where(size > 0, levels.fit * size, 1.0)
 
 

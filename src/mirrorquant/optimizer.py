@@ -123,6 +123,7 @@ class MirrorDescent(Optimizer):
             base.state.clear()
             base.state.update(type(base)([dict(group) for group in base.param_groups], **base.defaults).state)
         self._constructed = True
+        self.start_gap = self._gap()
         self._begin(self.param_groups[:], self.state)
         _owners.OPTIMIZERS[self] = None
 
@@ -135,6 +136,8 @@ class MirrorDescent(Optimizer):
         if self._constructed:
             self._refuse_changed("add_param_group()")
         group = dict(param_group)
+        if "scale" in group:
+            raise ValueError("a group has the key scale, but a scale is part of its levels: use mq.levels.auto")
         why = group.pop("why", ())
         method = group.get("method", self.defaults["method"])
         levels = group.pop("levels", self._levels if isinstance(method, str) and method != "ref" else None)
@@ -181,6 +184,8 @@ class MirrorDescent(Optimizer):
             settle(self._quantized())
         for state in self.state.values():
             state["latent"].grad = None
+            if "scale" in state:
+                state["scale"].grad = None
         self._advance(after)
         self._write(rounded=False)
         return loss
@@ -192,12 +197,15 @@ class MirrorDescent(Optimizer):
         self._write(rounded=False)
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Writes the images of the latents after someone has changed these, as an average of them does."""
-        for q in self._quantized():
-            if q.method.scale is not None and q.method.scale.how == "computed" and not self.finalized:
+    def refresh(self, *, scales: bool = True) -> None:
+        """Writes the images of the latents after someone has changed these, as an average of them does.
+
+        Scales that follow the latents are computed again, unless ``scales`` is false.
+        """
+        for q in self._quantized() if scales and not self.finalized else []:
+            if q.method.scale is not None and q.method.scale.how == "computed":
                 q.state["scale"].copy_(q.method.scale.of(q.state["latent"], q.method.levels))
-        self._write(rounded=False)
+        self._write(rounded=self._inside_quantized)
 
     @contextmanager
     def quantized(self) -> Iterator[None]:
@@ -311,7 +319,6 @@ class MirrorDescent(Optimizer):
     def _begin(self, groups: list[Group], learnt: Collection[Tensor]) -> None:
         """Writes the first images of new latents; puts learnt scales into float groups without weight decay."""
         found = advice(self, learnt)
-        self.start_gap = self._gap(learnt)
         self._write(rounded=False)
         for group in groups:
             if group["method"].learns_scale:
@@ -323,13 +330,12 @@ class MirrorDescent(Optimizer):
             warnings.warn(found, HealthWarning, stacklevel=3)
 
     @torch.no_grad()
-    def _gap(self, learnt: Collection[Tensor]) -> float:
+    def _gap(self) -> float:
         """The norm of the change that writing the images makes to the weights, relative to the norm of the weights."""
         moved = size = 0.0
         for q in self._quantized():
-            if q.weight in learnt:
-                weight, image = (local(t).double() for t in (q.weight, q.method.image(q.state, q.beta)))
-                moved, size = moved + float((image - weight).square().sum()), size + float(weight.square().sum())
+            weight, image = (local(t).double() for t in (q.weight, q.method.image(q.state, q.beta)))
+            moved, size = moved + float((image - weight).square().sum()), size + float(weight.square().sum())
         return (moved / size) ** 0.5 if size else 0.0
 
     # The parts of a step.
@@ -469,8 +475,10 @@ class MirrorDescent(Optimizer):
 
         Values are compared, since changes through ``.data`` do not show in the version.
         """
-        kind, ours = type(q.method).__name__, q.is_rounded() if self.finalized else self._is_ours(q)
-        final = q if ours else q.adopted()
+        kind, rounded = type(q.method).__name__, q.is_rounded()
+        loaded = q.adopted() if self._touched(q.weight) and not rounded else None  # exact levels are no soft weights
+        ours = loaded is None and (rounded if self.finalized else self._is_ours(q))
+        final = q if ours else loaded or q.adopted()
         state = (final or q).state
         if bool(local(state["latent"]).isnan().any()):  # infinite is a primal point that reached its level
             raise RuntimeError(f"the latent of {q.name} holds NaN: training diverged; nothing was rounded")

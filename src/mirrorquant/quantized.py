@@ -40,7 +40,7 @@ class Quantized(NamedTuple):
         latent: Tensor = self.state["latent"]
         error = 8 * torch.finfo(latent.dtype).eps
         hull = self.method.hull(self.state, self.beta)
-        largest = 1.0 if hull is None else float(local(hull).max())
+        largest = 1.0 if hull is None or not local(hull).numel() else float(local(hull).max())
         absolute = error * largest * max(map(abs, self.method.levels)) + 2.0**-24  # the smallest float16
         image = self.method.image(self.state, self.beta)
         seen, expected = (local(t.detach().to(latent.dtype)) for t in (self.weight, image))

@@ -109,7 +109,8 @@ def summary(what: nn.Module | MirrorDescent | Contents) -> Summary:
     others are floats.
     """
     if isinstance(what, MirrorDescent):
-        named = {what._names[p]: p for group in what.param_groups for p in group["params"]}
+        scales = {state["scale"] for state in what.state.values() if "scale" in state}  # are part of their tensors
+        named = {what._names[p]: p for group in what.param_groups for p in group["params"] if p not in scales}
         with what.quantized():
             entries = {name: PackedTensor.of(p) or p.detach().clone() for name, p in named.items()}
         rows = [Row.of(name, entry, what._why.get(named[name], "")) for name, entry in entries.items()]

@@ -58,6 +58,7 @@ class PQ(Method):
     name = "pq"
     label = "PQ"
     colour = "#ddcc77"
+    can_follow = False  # latents are clipped to the hull, which would shrink with them
     uses_beta = False
     lowest_beta = 0.0
 

@@ -75,7 +75,9 @@ def start_from(file: str, model: nn.Module) -> None:
             raise ConfigError(f"init {file} has no {name}, which the model has: {remedy}")
         if saved[name].shape != own[name].shape:
             shapes = f"{tuple(saved[name].shape)}, but the model needs {tuple(own[name].shape)}"
-            raise ConfigError(f"{name} of init {file} has shape {shapes}: it must be of the same network")
+            packed = saved[name].dtype == torch.uint8 and own[name].is_floating_point()
+            remedy = "it is packed: name the run instead" if packed else "it must be of the same network"
+            raise ConfigError(f"{name} of init {file} has shape {shapes}: {remedy}")
     model.load_state_dict(saved)
 
 

@@ -251,7 +251,10 @@ class Config:
         levels = Levels(*parse_levels(self.levels), scale=None if self.method == "ref" else parse_scale(self.scale))
         if ":" not in self.method:
             return methods.get(self.method, levels)
-        made = imported("Method", self.method, ConfigError)(levels)
+        try:
+            made = imported("Method", self.method, ConfigError)(levels)
+        except TypeError as error:
+            raise ConfigError(f"method {self.method!r} cannot be made from levels: {error}") from error
         if not isinstance(made, Method):
             expected = "a method: name a subclass of mirrorquant.Method"
             raise ConfigError(f"method is {self.method!r}, which makes a {type(made).__name__}, expected {expected}")
