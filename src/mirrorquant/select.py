@@ -99,8 +99,8 @@ def split(
         said = summarized([(name, reasons[p]) for name, p in floats])
         raise ValueError(
             f"none of {len(floats)} parameters is left to quantize ({said}): name parameters with only=, or choose "
-            "everything=True; those of normalization layers stay in float unless norms=True, those of the first and the "
-            "last layer if ends=False"
+            "everything=True; normalization layers stay in float unless norms=True, the first and the last layer if "
+            "ends=False"
         )
     for name, _ in quantized:
         _refuse_computed(model, name)
