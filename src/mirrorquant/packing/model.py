@@ -329,9 +329,8 @@ def _off(name: str, tensor: Tensor, levels: Levels | None) -> str:
     value = off_level(tensor, levels)
     remedy = "call `opt.finalize()`, or skip this layer"
     if levels is None:
-        return (
-            f"{name} is not quantized, or has levels other than -1, 0, 1 times a scale (contains {value:g}): {remedy}"
-        )
+        others = "levels other than -1, 0, 1 times a scale per channel need pack(levels=...)"
+        return f"{name} is not quantized (contains {value:g}): {remedy}; {others}"
     return f"{name} contains {value:g}, which is none of the levels {', '.join(f'{q:g}' for q in levels)}: {remedy}"
 
 
