@@ -530,16 +530,19 @@ def test_the_command_line_reports_a_changed_file_in_one_line(seed):
 
 
 @pytest.mark.slow
-def test_twenty_thousand_changed_files_are_refused_or_consistent_in_little_memory(capsys):
-    """Apart, so that its memory can be limited: a lying header that is believed would end in a MemoryError."""
+def test_thousands_of_changed_files_are_refused_or_consistent_in_little_memory(capsys):
+    """Apart, so that its memory can be limited: a lying header that is believed would end in a MemoryError.
+
+    More of them: python tests/fuzz_files.py 20000 0 200.
+    """
     script = Path(__file__).with_name("fuzz_files.py")
-    done = subprocess.run([sys.executable, script, "20000", "0", "200"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, script, "8000", "0", "80"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     with capsys.disabled():
         print(f"\n{done.stdout}", end="")
     told = json.loads(done.stdout)
-    assert told["refused"] > 15_000
-    assert told["another model, sealed as such"] > 100
+    assert told["refused"] > 6_000
+    assert told["another model, sealed as such"] > 40
 
 
 def test_files_need_torch_and_safetensors_alone(tmp_path):
