@@ -18,9 +18,10 @@
 ...         with opt.quantized():
 ...             accuracy = float((model(x).argmax(1) == y).float().mean())
 ...         _ = best.update(accuracy)
->>> with average.applied(), opt.quantized():                 # the network of the averaged latents, rounded
-...     accuracy = float((model(x).argmax(1) == y).float().mean())
->>> _ = best.update(accuracy)
+>>> with average.applied():                                  # the network of the averaged latents
+...     with opt.quantized():
+...         accuracy = float((model(x).argmax(1) == y).float().mean())
+...     _ = best.update(accuracy)                            # inside, where that network is
 >>> best.restore()                                           # finalized, with the weights of the best score
 >>> with torch.no_grad():
 ...     float((model(x).argmax(1) == y).float().mean()) == best.score
