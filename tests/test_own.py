@@ -1,4 +1,4 @@
-"""Methods and schedules of one's own, named by their module on the command line, and their runs afterwards."""
+"""Custom methods and schedules, named by their module on the command line, and their runs afterwards."""
 
 import json
 import re
