@@ -384,13 +384,13 @@ def test_codes_without_memory_are_refused(path: str) -> None:
 
 
 def test_a_packed_model_without_numbers_names_the_devices() -> None:
-    layer = nn.Linear(512, 512)
+    layer = nn.Linear(512, 1024)
     layer.weight.data.sign_()
     packed = mirrorquant.pack(nn.Sequential(layer)).to("meta")
     assert packed.layers() == ["0"]
     with pytest.raises(ValueError, match=r"prepared is on meta, but x is on cpu"):
         packed(torch.randn(4, 512))
-    assert packed(torch.randn(4, 512, device="meta")).shape == (4, 512)
+    assert packed(torch.randn(4, 512, device="meta")).shape == (4, 1024)
 
 
 def fuzz_calls(path: str, count: int) -> None:

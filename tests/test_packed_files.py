@@ -439,7 +439,7 @@ LIES = {
     "a newer format": (put(3, "format"), "its format is 3, but mirrorquant"),
     "no format": (put(None, "format"), "'>' not supported between instances of 'NoneType' and 'int'"),
     "another architecture": (put("resnet18", "architecture", "name"), "cannot be built"),
-    "code": (put("os:system", "architecture", "name"), "'os:system' is none of digitsnet, "),
+    "code": (put("os:system", "architecture", "name"), "'os:system' is none of bireal18, digitsnet, "),
     "a billion classes": (put(2**30, "architecture", "options", "classes"), "but the model's is"),
     "classes of text": (put("10", "architecture", "options", "classes"), "cannot be built"),
     "an unknown option": (put(3, "architecture", "options", "depth"), "cannot be built"),

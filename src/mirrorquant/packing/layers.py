@@ -38,7 +38,7 @@ __all__ = ["PackedConv2d", "PackedLinear", "fewest_rows", "why_floats"]
 
 # What makes bits slower than floats, on processors with AVX2: see benchmarks/packed_layers.py.
 _FEWEST_WEIGHTS = 1 << 16  # 256 x 256
-_MANY_WEIGHTS = 1 << 18  # 512 x 512: from here on bits are faster for a single row, too
+_MANY_WEIGHTS = 3 << 17  # 512 x 768: from here on bits are faster for a single row, too
 _FEWEST_ROWS = 16  # for linear layers in between
 _FEWEST_CHANNELS = 64  # inputs and outputs of a linear layer
 
@@ -66,7 +66,7 @@ def why_floats(layer: nn.Conv2d | nn.Linear, levels: Sequence[float], *, fused: 
 def fewest_rows(layer: nn.Module) -> int:
     """The number of rows from which on a linear layer is faster on bits.
 
-    >>> fewest_rows(nn.Linear(256, 256)), fewest_rows(nn.Linear(512, 512))
+    >>> fewest_rows(nn.Linear(512, 512)), fewest_rows(nn.Linear(512, 1024))
     (16, 1)
     """
     if not isinstance(layer, nn.Linear) or layer.weight.numel() >= _MANY_WEIGHTS:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch._prims_common import suggest_memory_format
 from torch.utils._pytree import tree_leaves
 
@@ -75,7 +75,7 @@ def pack(
 
     Example:
         >>> import torch, mirrorquant as mq
-        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 2))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 2))
         >>> _ = model[0].weight.data.sign_()
         >>> packed = mq.pack(model)
         >>> packed.runs
@@ -145,13 +145,14 @@ class PackedModel(nn.Module):
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """As of any module, but with less overhead for small networks that run as they are."""
-        if self.fused or self._forward_hooks or self._forward_pre_hooks or torch.is_grad_enabled():
+        if self.fused or self._forward_hooks or self._forward_pre_hooks or is_grad_enabled():
             return super().__call__(*inputs, **options)
-        return self._modules["network"](*inputs, **options)  # type: ignore[misc]
+        network: Any = self._modules["network"]
+        return (network._compiled_call_impl or network._call_impl)(*inputs, **options)  # its __call__, without a frame
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """The result of the plain model in ``eval`` mode, without a gradient."""
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             with torch.no_grad():
                 return self.forward(*inputs, **options)
         network = self._modules["network"]
