@@ -15,6 +15,7 @@ from mirrorquant import models
 from mirrorquant.models import registry
 
 SHAPES = {"digitsnet": (1, 8, 8), "mobilenetv2": (3, 8, 8), "resnet18": (3, 8, 8), "vgg16": (3, 32, 32)}
+SHAPES |= {"resnet34": (3, 8, 8), "bireal18": (3, 32, 32)}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,12 +38,14 @@ def empty(name: str, classes: int = 10, **options: object) -> nn.Module:
     [
         ("vgg16", 15_245_130, 32, 15_245_130 + 2 * (4224 + 1024)),
         ("resnet18", 11_164_362, 22, 11_173_962),
+        ("resnet34", 21_265_098, 38, 21_282_122),
+        ("bireal18", 11_172_042, 22, 11_181_642),
         ("mobilenetv2", 2_261_834, 59, 2_296_922),
         ("digitsnet", 56_234, 5, 56_234 + 2 * 160),
     ],
 )
 def test_parameter_counts(name: str, count: int, tensors: int, affine_count: int) -> None:
-    sizes = [parameter.numel() for parameter in empty(name).parameters()]
+    sizes = [parameter.numel() for parameter in empty(name, affine=False).parameters()]
     assert (sum(sizes), len(sizes)) == (count, tensors)
     assert sum(parameter.numel() for parameter in empty(name, affine=True).parameters()) == affine_count
 
@@ -100,7 +103,7 @@ def test_batch_norm_learns_only_when_affine(name: str) -> None:
         assert norms
         return sum(len(list(norm.parameters())) for norm in norms)
 
-    assert norm_parameters(empty(name)) == 0
+    assert norm_parameters(empty(name, affine=False)) == 0
     assert norm_parameters(empty(name, affine=True)) > 0
 
 

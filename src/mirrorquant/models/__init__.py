@@ -1,4 +1,4 @@
-"""The networks of the paper, as plain ``nn.Module`` objects that know nothing about quantization.
+"""The networks of the paper, as plain ``nn.Module`` objects; nothing in them knows how weights are quantized.
 
 "VGG-16, ResNet-18 and MobileNetV2 architectures adapted for CIFAR dataset are used. [...] In all the models, batch
 normalization (with no learnable parameters) and ReLU nonlinearity are used. Only for the floating point networks

@@ -3,14 +3,15 @@
 import torch
 from torch import nn
 
-_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_RESET = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.PReLU)
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, generator: torch.Generator | None = None) -> None:
     """Draws every parameter: Xavier uniform for two or more dimensions, N(0, 0.1²) for one-dimensional tensors.
 
-    The scale and shift of normalization layers, which only REF, the float network, has, are reset to 1 and 0.
+    Not drawn but reset to their usual start are the scale and shift of normalization layers, to 1 and 0, and the slopes
+    of PReLU, to 0.25.
 
     Numbers are drawn on the CPU in float32, in the order of ``model.parameters()``, then copied: the same generator,
     which must be on the CPU, gives the same model on every device and in every memory format.
@@ -23,10 +24,10 @@ def initialize(model: nn.Module, generator: torch.Generator | None = None) -> No
     """
     if generator is not None and generator.device.type != "cpu":
         raise ValueError(f"generator is on {generator.device}, expected cpu: pass torch.Generator().manual_seed(seed)")
-    norms = [module for module in model.modules() if isinstance(module, _NORMS)]
-    fixed = {parameter for norm in norms for parameter in norm.parameters(recurse=False)}
-    for norm in norms:
-        norm.reset_parameters()
+    layers = [module for module in model.modules() if isinstance(module, _RESET)]
+    fixed = {parameter for layer in layers for parameter in layer.parameters(recurse=False)}
+    for layer in layers:
+        layer.reset_parameters()
     for parameter in model.parameters():
         if parameter not in fixed:
             values = torch.empty(parameter.shape, device="cpu", dtype=torch.float32)

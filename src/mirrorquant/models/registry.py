@@ -63,7 +63,7 @@ def options(name: str) -> list[str]:
     """The options of a registered model, except for the number of classes.
 
     >>> options("resnet18")
-    ['affine', 'stem_stride']
+    ['affine', 'stem_stride', 'stem']
     """
     return [option for option in inspect.signature(_MODELS[name]).parameters if option != "classes"]
 
@@ -108,8 +108,8 @@ def identify(model: nn.Module) -> dict[str, Any] | None:
 
     A model that was changed after it was built counts as custom.
 
-    >>> identify(build("resnet18", 100, stem_stride=2))
-    {'name': 'resnet18', 'options': {'classes': 100, 'affine': False, 'stem_stride': 2}}
+    >>> identify(build("vgg16", 100, affine=True))
+    {'name': 'vgg16', 'options': {'classes': 100, 'affine': True}}
     >>> identify(nn.Sequential())
     """
     found: dict[str, Any] | None = vars(model).get("built_as")
