@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from mirrorquant.errors import MirrorquantError
+
+if TYPE_CHECKING:
+    from .streamed import Photos
+
+Split: TypeAlias = "Images | Photos"
 
 
 class DataError(MirrorquantError, ValueError):
@@ -50,6 +57,11 @@ class Images:
         channels, height, width = self.images.shape[1:]
         return channels, height, width
 
+    @property
+    def device(self) -> torch.device:
+        """Where the images lie."""
+        return self.images.device
+
     def to(self, device: torch.device | str) -> Images:
         """The same images on another device."""
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
@@ -63,18 +75,24 @@ class Images:
         """
         return replace(self, images=self.images[index], labels=self.labels[index])
 
+    def followed_by(self, other: Images) -> Images:
+        """These images and then those of another split."""
+        images, labels = torch.cat([self.images, other.images]), torch.cat([self.labels, other.labels])
+        return replace(self, images=images, labels=labels)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Data:
     """A data set: its three splits, the normalisation of its images, and their augmentation in training.
 
-    `mean` and `std` have one number per channel, for pixels scaled to 0..1. `augment` is a name that `Loader` knows.
+    All are `Images`, in memory, or all are `Photos`, streamed from files. `mean` and `std` have one number per channel,
+    for pixels scaled to 0..1. `augment` is a name that the loader of such images knows.
     """
 
     name: str
-    train: Images
-    val: Images
-    test: Images
+    train: Split
+    val: Split
+    test: Split
     mean: tuple[float, ...]
     std: tuple[float, ...]
     augment: str
@@ -82,13 +100,15 @@ class Data:
 
     def __post_init__(self) -> None:
         for split, images in (("val", self.val), ("test", self.test)):
+            if type(images) is not type(self.train):
+                raise DataError(f"{self.name}: of the {split} and training images some are in memory, some are files")
             if images.shape != self.train.shape or images.classes != self.train.classes:
                 raise DataError(f"{self.name}: the {split} images differ from the training images in shape or classes")
         if not len(self.mean) == len(self.std) == self.shape[0] or min(self.std) <= 0:
             found = f"mean is {self.mean} and std is {self.std}"
             raise DataError(f"{self.name}: {found}, expected {self.shape[0]} each, one per channel, std above 0")
         grey = [(torch.tensor(v, dtype=torch.float64) * 255).float().view(-1, 1, 1) for v in (self.mean, self.std)]
-        object.__setattr__(self, "_grey", [v.to(self.train.images.device) for v in grey])
+        object.__setattr__(self, "_grey", [v.to(self.train.device) for v in grey])
 
     def __repr__(self) -> str:
         splits = f"{len(self.train)} train, {len(self.val)} val, {len(self.test)} test images"
@@ -107,12 +127,33 @@ class Data:
     def normalise(self, images: Tensor) -> Tensor:
         """Bytes as float32 of mean 0 and variance 1, by a subtraction and a division that are exact everywhere."""
         mean, std = self._grey  # tensors: a GPU would multiply by the reciprocal of a number, which rounds differently
+        streamed = images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
+        if streamed and images.device.type == "cpu":
+            width = images.shape[3]
+            rows = images.permute(0, 2, 3, 1).flatten(2)  # whole rows of numbers: faster than three at a time
+            floats = rows.float().sub_(mean.flatten().repeat(width)).div_(std.flatten().repeat(width))
+            return floats.view(*images.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
         return images.float().sub_(mean).div_(std)
+
+    def joined(self) -> Data:
+        """The same data with the validation images among the training images, after them."""
+        if self.val is self.test:
+            raise DataError(f"{self.name} has no validation images of its own: they are the test images")
+        return replace(self, train=self.train.followed_by(self.val))  # type: ignore[arg-type]  # both of one type
+
+    def resized(self, size: int) -> Data:
+        """The same image files, with images of size×size in batches; a split that serves twice is one object again."""
+        if isinstance(self.train, Images):
+            raise DataError(f"images of {self.name} are stored at {self.shape[1]}×{self.shape[2]}, not {size}×{size}")
+        return self._each(lambda split: split.resized(size))
 
     def to(self, device: torch.device | str) -> Data:
         """The same data on another device; a split that serves twice is moved once."""
-        moved = {id(split): split.to(device) for split in (self.train, self.val, self.test)}
-        return replace(self, train=moved[id(self.train)], val=moved[id(self.val)], test=moved[id(self.test)])
+        return self._each(lambda split: split.to(device))
+
+    def _each(self, change: Callable[[Any], Split]) -> Data:
+        changed = {id(split): change(split) for split in (self.train, self.val, self.test)}
+        return replace(self, train=changed[id(self.train)], val=changed[id(self.val)], test=changed[id(self.test)])
 
 
 def shuffled(count: int, key: str) -> list[int]:

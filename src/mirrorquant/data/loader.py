@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from .augment import AUGMENTATIONS
-from .base import Data, Images
+from .base import Data, Images, Split
+from .streamed import Photos, StreamedLoader, check_part, generator, rows_of
+from .streamed import clean_batches as streamed_batches
 
 
 class Loader:
@@ -17,7 +18,8 @@ class Loader:
 
     An epoch visits each image at most once; an incomplete last batch is dropped. The order and the random numbers of
     the augmentation (by default that of the data set) are drawn on the CPU, from `seed` and the number of the epoch:
-    every device gets the same batches.
+    every device gets the same batches. A process that shares the work with others gets the rows of its `part`, its
+    rank and the number of processes; the batch as a whole is the same.
 
     >>> from mirrorquant.data import load
     >>> x, y = Loader(load("digits"), batch_size=64, seed=0).batch(1000)
@@ -25,7 +27,11 @@ class Loader:
     (torch.Size([64, 1, 8, 8]), torch.float32, torch.Size([64]))
     """
 
-    def __init__(self, data: Data, *, batch_size: int, seed: int, augment: str = "") -> None:
+    def __init__(
+        self, data: Data, *, batch_size: int, seed: int, augment: str = "", part: tuple[int, int] = (0, 1)
+    ) -> None:
+        if not isinstance(data.train, Images):
+            raise ValueError(f"images of {data.name} are files, expected images in memory: use StreamedLoader")
         if not 1 <= batch_size <= len(data.train):
             raise ValueError(f"batch_size is {batch_size}, expected 1 to {len(data.train)}, the number of images")
         augment = augment or data.augment
@@ -33,6 +39,7 @@ class Loader:
             raise ValueError(f"augment is {augment!r}, expected one of {', '.join(AUGMENTATIONS)}")
         self.data, self.images, self.batch_size, self.seed = data, data.train, batch_size, seed
         self.batches_per_epoch = len(self.images) // batch_size
+        self._rows = rows_of(part, batch_size)
         self._augmentation = AUGMENTATIONS[augment]
         self._epoch = -1
         self._order = self._draws = torch.empty(0)
@@ -41,7 +48,8 @@ class Loader:
         """Batch number k, counted from 0 over all epochs: normalised float32 images and int64 labels."""
         epoch, place = divmod(k, self.batches_per_epoch)
         order, draws = self.epoch(epoch)
-        part = slice(place * self.batch_size, (place + 1) * self.batch_size)
+        start = place * self.batch_size
+        part = slice(start + self._rows.start, start + self._rows.stop)
         return self.compose(order[part], draws[part])
 
     def compose(self, chosen: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,27 +60,50 @@ class Loader:
     def epoch(self, epoch: int) -> tuple[Tensor, Tensor]:
         """The plan of an epoch, on the device of the images."""
         if epoch != self._epoch:
-            self._order, self._draws = (tensor.to(self.images.images.device) for tensor in self.plan(epoch))
+            self._order, self._draws = (tensor.to(self.images.device) for tensor in self.plan(epoch))
             self._epoch = epoch
         return self._order, self._draws
 
     def plan(self, epoch: int) -> tuple[Tensor, Tensor]:
         """The order of the images in an epoch, and the random numbers of their augmentation in that order."""
-        digest = hashlib.sha256(f"{self.seed}:{epoch}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
+        drawn = generator(self.seed, epoch)
         count, (_, height, width) = len(self.images), self.images.shape
-        order = torch.randperm(count, generator=generator)
-        return order, self._augmentation.draw(count, height, width, generator)
+        order = torch.randperm(count, generator=drawn)
+        return order, self._augmentation.draw(count, height, width, drawn)
 
 
-def clean_batches(images: Images, data: Data, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def loader(
+    data: Data, *, batch_size: int, seed: int, augment: str = "", part: tuple[int, int] = (0, 1), workers: int = -1
+) -> Loader | StreamedLoader:
+    """The training batches of images in memory, or of image files, which `workers` processes read (-1: one per core).
+
+    >>> from mirrorquant.data import load
+    >>> loader(load("digits"), batch_size=64, seed=0, part=(1, 2)).batch(0)[1].shape
+    torch.Size([32])
+    """
+    if isinstance(data.train, Photos):
+        return StreamedLoader(data, batch_size=batch_size, seed=seed, augment=augment, part=part, workers=workers)
+    return Loader(data, batch_size=batch_size, seed=seed, augment=augment, part=part)
+
+
+def clean_batches(
+    images: Split, data: Data, batch_size: int, part: tuple[int, int] = (0, 1)
+) -> Iterator[tuple[Tensor, Tensor]]:
     """All images in order, normalised like `data` but not augmented, for evaluation; the last batch may be smaller.
+
+    Of several processes each takes a `part`, its rank and the number of processes: every count-th image from the
+    rank on.
 
     >>> from mirrorquant.data import load
     >>> data = load("digits")
     >>> [len(y) for _, y in clean_batches(data.test, data, 100)]
     [100, 100, 100, 60]
     """
-    for start in range(0, len(images), batch_size):
-        part = slice(start, start + batch_size)
-        yield data.normalise(images.images[part]), images.labels[part]
+    if isinstance(images, Photos):
+        yield from streamed_batches(images, data, batch_size, part=part)
+        return
+    rank, count = check_part(part)
+    step = batch_size * count
+    for start in range(rank, len(images), step):
+        chosen = slice(start, start + step, count)
+        yield data.normalise(images.images[chosen]), images.labels[chosen]

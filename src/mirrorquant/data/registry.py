@@ -45,7 +45,8 @@ def names() -> list[str]:
     """Names that `load` accepts, and forms with parts to fill in, in capitals.
 
     >>> names()
-    ['cifar10', 'cifar100', 'digits', 'fashion-mnist', 'tinyimagenet', 'folder:PATH', 'synthetic:CxHxW:CLASSES']
+    ['cifar10', 'cifar100', 'digits', 'fashion-mnist', 'imagenet', 'imagenette', 'tinyimagenet', 'folder:PATH',
+     'photos:PATH', 'synthetic:CxHxW:CLASSES']
     """
     return sorted(_SETS, key=lambda name: (":" in name, name))
 
@@ -69,8 +70,9 @@ def load(name: str, root: str | PathLike[str] = "data", *, download: bool = True
     """Loads a data set from files in the folder `root`; by default, missing files are downloaded to it.
 
     Use `download=False` for names that come from somebody else's file. `folder:PATH` takes custom images, and
-    `folder:PATH:SIZE` scales them to another size than 64×64 (see `mirrorquant.data.folder`); PATH is not relative to
-    `root`. Missing or damaged files raise `DataError`, which says what to do.
+    `folder:PATH:SIZE` scales them to another size than 64×64 (see `mirrorquant.data.folder`); `photos:PATH` and
+    `photos:PATH:SIZE` stream them from their files (see `mirrorquant.data.imagenet`). PATH is not relative to `root`.
+    Missing or damaged files raise `DataError`, which says what to do.
 
     >>> load("synthetic:3x32x32:10").shape
     (3, 32, 32)
