@@ -163,8 +163,9 @@ def test_other_iterations_keep_the_ends_of_every_recipes_schedules(iterations):
         if recipe.method == "pq":
             assert beta == pytest.approx(end), name
         if iterations >= 100:
-            assert lr(iterations // 2) == recipe.build_lr()(recipe.iterations // 2), name
-            assert lr(iterations - 1) == recipe.build_lr()(recipe.iterations - 1), name
+            close = 0.02 * recipe.lr if recipe.lr_schedule == "cosine" else 0.0  # its steps are of another size
+            assert lr(iterations // 2) == pytest.approx(recipe.build_lr()(recipe.iterations // 2), 0, close), name
+            assert lr(iterations - 1) == pytest.approx(recipe.build_lr()(recipe.iterations - 1), 0, close), name
 
 
 DIGITS = "digits/digitsnet/binary/md-tanh-s"

@@ -187,14 +187,15 @@ def test_the_score_is_that_of_the_rounded_network(method):
     for k in range(25):
         engine.step(k)
     before = {name: w.clone() for name, w in engine.weights.items()}
-    accuracy, loss = engine.score()
+    score = engine.score()
     assert all(torch.equal(w, before[name]) for name, w in engine.weights.items())
     assert engine.task.model.training
     engine.sync()
     with engine.task.opt.quantized():
-        expected, expected_loss = engine.task.evaluate(engine.task.data.val)
-    assert accuracy == pytest.approx(expected, abs=1e-4)
-    assert loss == pytest.approx(expected_loss, rel=1e-4)
+        expected = engine.task.evaluate(engine.task.data.val)
+    assert score.accuracy == pytest.approx(expected.accuracy, abs=1e-4)
+    assert score.top5 == pytest.approx(expected.top5, abs=1e-4)
+    assert score.loss == pytest.approx(expected.loss, rel=1e-4)
 
 
 def test_histograms_are_of_the_weights_at_their_step(tmp_path):
@@ -225,17 +226,13 @@ def test_a_graph_run_goes_on_bit_exactly_on_the_cpu(method):
 @pytest.mark.parametrize("first", [0, 1, 7, 25])
 def test_the_batch_on_the_device_is_the_loaders(first):
     engine = GraphEngine(build.task(config()), print)
-    loader = engine.loader
+    feed, loader = engine.feed, engine.task.loader
     for k in range(first, first + 25):
-        epoch, place = divmod(k, loader.batches_per_epoch)
-        if epoch != engine.epoch or k == first:
-            engine._begin(epoch, place)
-        chosen = engine.place * loader.batch_size + engine.offsets
-        for found, expected in zip(
-            loader.compose(engine.order[chosen], engine.draws[chosen]), loader.batch(k), strict=True
-        ):
+        feed.begin(k)
+        for found, expected in zip(feed.compose(*feed.share(0)), loader.batch(k), strict=True):
             assert torch.equal(found, expected)
-        engine.place += 1
+        feed.end()
+        feed.look_ahead(k + 1)
 
 
 def test_latents_lie_flat_in_the_layout_of_their_weights():

@@ -66,8 +66,10 @@ def test_distillation_is_a_divergence_from_the_teacher_beside_the_labels(logits,
 
 
 def test_a_tally_counts_right_answers_and_sums_losses_without_smoothing(logits, batch):
-    right, loss = Objective(label_smoothing=0.3, logit_scale=0.5).tally(logits, batch.labels)
+    right, among, loss = Objective(label_smoothing=0.3, logit_scale=0.5).tally(logits, batch.labels)
     assert int(right) == int((logits.argmax(1) == batch.labels).sum())
+    first = logits.topk(min(5, logits.shape[1])).indices
+    assert int(among) == int((first == batch.labels[:, None]).any(1).sum())
     torch.testing.assert_close(loss, 6 * cross_entropy(logits / 2, batch.labels).float())
 
 
@@ -107,3 +109,13 @@ def test_smoothing_and_scale_of_a_configuration_reach_the_loss(tmp_path):
     for name, overrides in {"plain": [], "smooth": ["label_smoothing=0.2"], "scaled": ["logit_scale=0.1"]}.items():
         curves.append(Run(config("width=4", *overrides), tmp_path / name, quiet=True).train()["loss_curve"])
     assert len({str(curve[0]) for curve in curves}) == 3
+
+
+def test_of_equal_logits_the_first_five_count():
+    right, among, _ = Objective().tally(torch.zeros(10, 10), torch.arange(10))
+    assert (int(right), int(among)) == (1, 5)
+
+
+def test_a_network_that_gives_nan_has_no_label_among_the_first_five():
+    right, among, _ = Objective().tally(torch.full((4, 10), torch.nan), torch.arange(1, 5))
+    assert (int(right), int(among)) == (0, 0)

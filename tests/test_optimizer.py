@@ -452,6 +452,11 @@ SHARDED = """
         assert other.steps == 3, method
         train(again, other, range(3, 7))
         assert torch.equal(whole(again), whole(model)), method
+        torch.manual_seed(0)
+        alone = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        single = mq.MirrorDescent(base(mq.split(alone)), method, anneal=mq.schedules.geometric(1.1))
+        train(alone, single, range(7))
+        torch.testing.assert_close(whole(model), torch.cat([p.detach().flatten() for p in alone.parameters()]))
     opt.finalize()
     mq.save(model, f"{folder}/{rank}.safetensors")
     loaded = mq.load(f"{folder}/{rank}.safetensors", nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
@@ -470,7 +475,8 @@ SHARDED = """
 @pytest.mark.parametrize("body", [DDP, SHARDED], ids=["ddp", "fsdp2"])
 def test_two_processes_train_save_and_resume_as_one(body, tmp_path, pytestconfig):
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(PREPARE) + textwrap.dedent(body))
+    # Gloo's threads may still hold tensors and then abort a regular exit: torch's race, not part of the promise.
+    script.write_text(textwrap.dedent(PREPARE + body) + "import os; os._exit(0)\n")
     arguments = [str(tmp_path), str(pytestconfig.rootpath / "tests")]
     ranks = [subprocess.Popen([sys.executable, str(script), str(rank), *arguments]) for rank in range(2)]
     try:

@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from test_train import SHORT
 
+from mirrorquant import models
 from mirrorquant.cli import main
 from mirrorquant.report import RunRecord, labels
-from mirrorquant.train import Config, ConfigError, Run, recipes
+from mirrorquant.train import Config, ConfigError, Run, build, recipes
 
 DIGITS = "digits/digitsnet/binary/md-tanh-s"
 TINY = [*SHORT, "iterations=6", "width=4", "eval_every=3"]
@@ -147,3 +149,31 @@ def test_every_method_can_be_compared_on_every_task():
             name, overrides = _recipe(task, "binary", method)
             assert name in recipes.names()
             assert Config.from_recipe(name, overrides).method == method
+
+
+def test_a_checkpoint_without_counters_of_batch_norm_is_a_start(tmp_path):
+    """As older public ones are."""
+    model = models.build("digitsnet", 10, width=4, affine=True)
+    state = {name: tensor for name, tensor in model.state_dict().items() if "num_batches" not in name}
+    torch.save(state, tmp_path / "old.pth")
+    other = models.build("digitsnet", 10, width=4, affine=True)
+    build.start_from(str(tmp_path / "old.pth"), other)
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in state.items())
+
+
+def test_a_comparison_by_epochs_resumes(tmp_path):
+    command = [
+        "compare",
+        "--methods",
+        "bc",
+        "epochs=2",
+        "eval_every=0",
+        "width=4",
+        "--quiet",
+        "--out",
+        str(tmp_path / "c"),
+    ]
+    assert main(command) == 0
+    assert main([*command, "--resume"]) == 0
+    with pytest.raises(ConfigError, match="iterations and epochs both say how long training is"):
+        Config.from_recipe("digits/digitsnet/ref", ["iterations=10", "epochs=2"])

@@ -5,13 +5,16 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
+from torch import nn
 
 from mirrorquant import models
-from mirrorquant.train import Config, ConfigError, recipes
+from mirrorquant.train import Config, ConfigError, build, evaluate, recipes
 from mirrorquant.train.config import KEYS
 
 COLUMNS = ("cifar10/vgg16", "cifar10/resnet18", "cifar100/vgg16", "cifar100/resnet18", "tinyimagenet/resnet18")
 CLASSES = {"cifar10": 10, "cifar100": 100, "tinyimagenet": 200, "digits": 10, "fashion-mnist": 10}
+CLASSES |= {"imagenet": 1000, "imagenette": 10}
+IMAGES = {"imagenet": 1_281_167, "imagenette": 9_469}  # to train on
 
 RES_BINARY = """
     ref           93.33  94.84  71.50  76.31  58.35
@@ -130,6 +133,40 @@ HYPER3 = {
     """,
 }
 
+# Top-1 and top-5: the rows of REF and MD-tanh-S, where * is training from scratch and + full binarization.
+RES_IMAGENET = """
+    resnet18/ref                          70.61  89.40
+    resnet18/binary/md-tanh-s-full        56.67  79.66   # MD-tanh-S*+
+    resnet18/binary/md-tanh-s             65.92  86.29   # MD-tanh-S*
+    resnet18/binary/md-tanh-s-pretrained  66.78  87.01   # MD-tanh-S
+"""
+RES_IMAGENET_BINARYWTACT = """
+    bireal18/binary/md-tanh-s             60.3   82.3
+    bireal18/binary/md-tanh-s-kl          62.8   84.3    # KL div. loss
+"""
+# Pretrained, conv1 and FC, bias, BN, layerwise scaling, accuracy.
+RES_IMAGENET_ABL = """
+    md-tanh-s-pretrained              yes  float   float   float  no   66.78/87.01
+    md-tanh-s                         no   float   float   float  no   65.92/86.29
+    md-tanh-s-ends-pretrained         yes  binary  float   float  no   60.39/82.77
+    md-tanh-s-ends                    no   binary  float   float  no   59.92/82.42
+    md-tanh-s-full-pretrained         yes  binary  binary  float  no   56.60/79.79
+    md-tanh-s-full                    no   binary  binary  float  no   56.67/79.66
+    md-tanh-s-ends-scaled-pretrained  yes  binary  float   float  yes  61.91/83.87
+    md-tanh-s-full-scaled-pretrained  yes  binary  binary  float  yes  56.05/79.69
+"""
+# REF (float), MD-tanh-S* and MD-tanh-S: base_learning_rate, warmup_epochs, beta_scale, beta_scale_interval, batch_size,
+# weight_decay; the last row is the epochs of the text.
+HYPER_IMAGENET = """
+    2.048       2.048       0.0768
+    8           8           0
+    -           1.02        1.02
+    -           62          275
+    2048        2048        256
+    3.0517e-05  3.0517e-05  3.0517e-05
+    90          90          55
+"""
+
 
 def name_of(column: str, levels: str, method: str) -> str:
     return f"{column}/ref" if method == "ref" else f"{column}/{levels}/{method}"
@@ -167,18 +204,40 @@ def hyperparameters() -> dict[str, list[str]]:
     return columns
 
 
+def lines(table: str) -> dict[str, list[str]]:
+    """The rows of a table by their first word."""
+    rows = [line.partition("#")[0].split() for line in table.strip().splitlines()]
+    return {first: rest for first, *rest in rows}
+
+
+def imagenet_accuracies() -> dict[str, set[tuple[float, float]]]:
+    """Top-1 and top-5 by recipe, as printed; a row that stands in two tables must be the same in both."""
+    found: dict[str, set[tuple[float, float]]] = {}
+    rows = [*lines(RES_IMAGENET).items(), *lines(RES_IMAGENET_BINARYWTACT).items()]
+    rows += [(f"resnet18/binary/{name}", row[-1].split("/")) for name, row in lines(RES_IMAGENET_ABL).items()]
+    for name, (top1, top5) in rows:
+        found.setdefault(f"imagenet/{name}", set()).add((float(top1), float(top5)))
+    return found
+
+
 PAPER = [name for name in recipes.names() if name.startswith(COLUMNS) or "mobilenetv2" in name]
+IMAGENET = [name for name in recipes.names() if name.startswith("imagenet/")]
+PHOTOS = [name for name in recipes.names() if name.startswith(("imagenet/", "imagenette/"))]
+ABLATION = {f"imagenet/resnet18/binary/{name}": row for name, row in lines(RES_IMAGENET_ABL).items()}
 
 
-def test_every_cell_of_the_three_tables_is_there_and_nothing_else() -> None:
+def test_every_cell_of_the_tables_is_there_and_nothing_else() -> None:
     assert len(PAPER) == 5 * 11 + 5 * 5 + 2 * 4
     assert set(PAPER) == set(accuracies()) == set(hyperparameters())
-    others = sorted(set(recipes.names()) - set(PAPER))
+    assert set(IMAGENET) == {*imagenet_accuracies(), "imagenet/resnet34/ref"}
+    others = sorted(set(recipes.names()) - set(PAPER) - set(IMAGENET))
     binary = ["bc", "gd-tanh", "md-softmax", "md-softmax-s", "md-tanh", "md-tanh-s", "pmf", "pq"]
     digits = [*(f"binary/{method}" for method in binary), "ref", "ternary/md-tanh-s"]
     fashion = ["binary/bc", "binary/md-tanh-s", "ref"]
     expected = [f"digits/digitsnet/{name}" for name in digits] + [f"fashion-mnist/digitsnet/{name}" for name in fashion]
-    assert others == expected
+    variants = {"bireal18": ["md-tanh-s", "md-tanh-s-kl"], "resnet18": ["md-tanh-s", "md-tanh-s-pretrained"]}
+    expected += [f"imagenette/{model}/binary/{name}" for model, each in variants.items() for name in each]
+    assert others == [*expected, "imagenette/resnet18/ref", "imagenette/resnet34/ref"]
     assert len(set(recipes.names())) == len(recipes.names())
 
 
@@ -210,9 +269,12 @@ def test_a_recipe_says_what_its_name_says(name: str) -> None:
     recipe = recipes.get(name)
     data, model, *levels, method = name.split("/")
     methods = {"pq-star": "pq", "pmf-star": "pmf"}
+    if name in PHOTOS and levels:
+        methods[method] = "md-tanh-s"
+        assert method.startswith("md-tanh-s")
     assert (recipe["data"], recipe["model"], recipe["method"]) == (data, model, methods.get(method, method))
     assert [recipe[key] for key in ("levels",) if key in recipe] == levels
-    assert recipe["affine"] == (method == "ref" or data == "fashion-mnist")
+    assert recipe["affine"] == (method == "ref" or data == "fashion-mnist" or name in PHOTOS)
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -244,7 +306,7 @@ def test_a_note_says_what_does_not_come_from_the_paper(name: str) -> None:
     assert bool(note) == (recipe["method"] in ("pq", "pmf") or recipe["data"] == "tinyimagenet")
 
 
-@pytest.mark.parametrize("name", recipes.names())
+@pytest.mark.parametrize("name", [name for name in recipes.names() if name not in PHOTOS])
 def test_skip_patterns_match_and_of_the_papers_only_the_original_pq_setup_has_them(name: str) -> None:
     recipe = recipes.get(name)
     ours = name.startswith("fashion-mnist") and not name.endswith("/ref")
@@ -282,6 +344,92 @@ def float_in_the_original_pq(recipe: dict[str, object]) -> set[str]:
         return kept | {name for name, dimensions in shapes.items() if dimensions == 1}
     first = next(iter(shapes)).rpartition(".")[0]
     return kept | {name for name in shapes if name.rpartition(".")[0] == first}
+
+
+# ImageNet, and Imagenette, which has its recipes on a smaller scale.
+
+
+@pytest.mark.parametrize("name", IMAGENET)
+def test_imagenet_accuracies_are_the_papers(name: str) -> None:
+    recipe = recipes.get(name)
+    assert {(recipe.get("paper"), recipe.get("paper_top5"))} == imagenet_accuracies().get(name, {(None, None)})
+
+
+@pytest.mark.parametrize("name", IMAGENET)
+def test_imagenet_hyperparameters_are_the_papers(name: str) -> None:
+    column = 0 if name.endswith("/ref") else 2 if name.endswith("-pretrained") else 1
+    texts = [line.split()[column] for line in HYPER_IMAGENET.strip().splitlines()]
+    lr, warmup, beta_scale, beta_interval, batch_size, weight_decay, epochs = (
+        None if text == "-" else float(text) for text in texts
+    )
+    recipe = recipes.get(name)
+    assert (recipe["lr"], recipe["batch_size"], recipe["weight_decay"]) == (lr, batch_size, weight_decay)
+    assert (recipe.get("beta_scale"), recipe.get("beta_interval")) == (beta_scale, beta_interval)
+    assert recipe["epochs"] == epochs
+    assert recipe["warmup"] == warmup * (IMAGES["imagenet"] // batch_size)
+    assert (recipe["optimizer"], recipe["momentum"], recipe["lr_schedule"]) == ("sgd", 0.875, "cosine")
+    assert not recipe["decay_norms"], "weight decay in batchnorm layers is off"
+    assert recipe["keep"] == "last", "accuracy at the end of the final epoch"
+
+
+@pytest.mark.parametrize("name", PHOTOS)
+def test_iterations_are_those_of_the_epochs(name: str) -> None:
+    config = Config.from_recipe(name)
+    per_epoch = IMAGES[config.data] // config.batch_size
+    assert config.iterations == config.epochs * per_epoch
+    assert config.timed(per_epoch) == replace(config, eval_every=per_epoch)
+    assert config.warmup % per_epoch == 0
+    assert Config.from_recipe(name, ["epochs=10"]).timed(per_epoch).warmup == round(config.warmup * 10 / config.epochs)
+
+
+@pytest.mark.parametrize("name", sorted(ABLATION))
+def test_what_the_ablation_varies_is_the_papers(name: str) -> None:
+    config = Config.from_recipe(name)
+    pretrained, ends, bias, norms, scaled, _ = ABLATION[name]
+    assert config.init == ("runs/imagenet-resnet18-ref-seed0" if pretrained == "yes" else "")
+    assert config.scale == ("tensor-fixed-he" if scaled == "yes" else "")
+    model, quantized, _ = split_by(config)
+    expected = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Conv2d)}
+    assert len(expected) == 1 + 16 + 3
+    expected |= {"fc.weight", "fc.bias"}
+    expected -= {"conv1.weight", "fc.weight"} if ends == "float" else set()
+    expected -= {"fc.bias"} if bias == "float" else set()
+    assert (quantized, norms) == (expected, "float")
+
+
+@pytest.mark.parametrize("name", [name for name in PHOTOS if "bireal18" in name])
+def test_of_bireal_net_the_convolutions_of_signs_are_binary(name: str) -> None:
+    config = Config.from_recipe(name)
+    model, quantized, _ = split_by(config)
+    assert quantized == {f"layer{stage}.{block}.conv.weight" for stage in (1, 2, 3, 4) for block in range(4)}
+    assert sum(isinstance(module, nn.PReLU) for module in model.modules()) == 16
+    distilled = (config.teacher, config.temperature, config.hard_share)
+    teacher = f"runs/{config.data}-resnet34-ref-seed0"
+    assert distilled == ((teacher, 1.0, 0.0) if name.endswith("-kl") else ("", 4.0, 0.1))
+
+
+@pytest.mark.parametrize("name", PHOTOS)
+def test_weights_decay_and_batch_norms_do_not(name: str) -> None:
+    config = Config.from_recipe(name)
+    model, quantized, decay = split_by(config)
+    norms = {f"{p}.{n}" for p, m in model.named_modules() if isinstance(m, nn.BatchNorm2d) for n in ("weight", "bias")}
+    assert {parameter for parameter, value in decay.items() if value == 0} == norms
+    assert {decay[parameter] for parameter in decay.keys() - norms} == {config.weight_decay}
+    assert not quantized & norms
+    assert bool(quantized) == (config.method != "ref")
+
+
+def split_by(config: Config) -> tuple[nn.Module, set[str], dict[str, float]]:
+    """The model, the names of its quantized parameters, and the weight decay of each parameter."""
+    options = {key: config[key] for key in models.options(config.model) if key in KEYS}
+    with torch.device("meta"):
+        model = models.build(config.model, CLASSES[config.data], **options)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    opt = build.optimizer(config, model, batches_per_epoch=1)
+    decay = {n: group["weight_decay"] for group in opt.param_groups for n in group["param_names"]}
+    return model, {row["name"] for row in evaluate.layers(opt) if row["bits"] < 32}, decay
 
 
 def test_a_recipe_is_the_callers_own() -> None:
@@ -330,3 +478,13 @@ def test_a_mistake_in_a_file_is_an_error(old: str, new: str, message: str) -> No
     }
     with pytest.raises((ConfigError, TypeError, KeyError), match=message):
         [Config(**recipe) for recipe in recipes._parse("toy", GOOD.replace(old, new)).values()]
+
+
+def test_a_row_starts_from_the_one_that_it_is_like() -> None:
+    text = GOOD.replace("bc = {}", 'bc = { skip = ["fc"], warmup = 3 }\nbc-mine = { like = "bc", warmup = 5 }')
+    text += "bc-mine = {}"
+    base, mine = (recipes._parse("toy", text)[f"toy/net/binary/{name}"] for name in ("bc", "bc-mine"))
+    assert mine == {**base, "lr": 0.1, "warmup": 5}
+    assert mine["method"] == "bc"
+    with pytest.raises(KeyError, match="binary/cb"):
+        recipes._parse("toy", text.replace('like = "bc"', 'like = "cb"'))

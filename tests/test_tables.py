@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mirrorquant.report import RecordError, RunRecord, tables
+from mirrorquant.report import RecordError, RunRecord, labels, tables
 from mirrorquant.train import recipes
 from mirrorquant.train.config import rescaled
 
@@ -40,8 +40,8 @@ def row(content):
 
 
 @pytest.fixture
-def put(tmp_path):
-    """Writes summaries as the training does; returns the table made of all of them."""
+def put_all(tmp_path):
+    """Writes summaries as the training does; returns the text made of all of them."""
 
     def write(*summaries):
         for index, content in enumerate(summaries):
@@ -49,6 +49,14 @@ def put(tmp_path):
         return paper_tables.results_table(tmp_path)
 
     return write
+
+
+@pytest.fixture
+def put(put_all):
+    """The same without the ImageNet tables, which are always there."""
+    return lambda *summaries: re.sub(
+        r"## ImageNet\n.*?(?=^(## |†|Made with))", "", put_all(*summaries), flags=re.M | re.S
+    )
 
 
 def cells(text, method):
@@ -103,6 +111,112 @@ def test_the_float_network_stands_in_the_ternary_table_beside_ternary_runs(put):
     text = put(*runs)
     assert len(cells(text, "REF (float)")) == 2
     assert len(cells(text, "PQ")) == 1
+
+
+NET = "imagenet/resnet18/binary/md-tanh-s"
+IMAGENET = {
+    "tab:res_imagenet": """
+        REF (float)         70.61  89.40
+        BWN*                60.80  83.00
+        BR                  63.20  85.10
+        ELQ                 64.72  86.04
+        ADMM                64.80  86.20
+        QN                  66.50  87.03
+        MD-tanh-S*⁺         56.67  79.66
+        MD-tanh-S*          65.92  86.29
+        MD-tanh-S           66.78  87.01
+    """,
+    "tab:res_imagenet_abl": """
+        yes  float   float   float  no   66.78  87.01
+        no   float   float   float  no   65.92  86.29
+        yes  binary  float   float  no   60.39  82.77
+        no   binary  float   float  no   59.92  82.42
+        yes  binary  binary  float  no   56.60  79.79
+        no   binary  binary  float  no   56.67  79.66
+        yes  binary  float   float  yes  61.91  83.87
+        yes  binary  binary  float  yes  56.05  79.69
+    """,
+    "tab:res_imagenet_binarywtact": """
+        REF (float)         70.6   89.4
+        BinaryNet           42.2   67.1
+        Dorefa-Net          52.5   76.7
+        XNOR-Net            51.2   73.2
+        Bireal-Net          56.4   79.5
+        Bireal-Net (PReLU)  59.0   81.3
+        PCNN (J=1)          57.3   80.0
+        QN                  53.6   75.3
+        BOP                 54.2   77.2
+        GBCN                57.8   80.9
+        IR-Net              58.1   80.0
+        Noisy Supervision   59.4   81.7
+        MD-tanh-S           60.3   82.3
+        MD-tanh-S (KL div. loss)  62.8  84.3
+    """,
+}
+
+
+def imagenet_rows(text, table):
+    """The cells of an ImageNet table."""
+    lines = text.split(f"({table})\n")[1].split("\n#")[0].replace("\\*", "*").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line[:1] == "|"][2:]
+
+
+@pytest.mark.parametrize("table", IMAGENET)
+def test_all_rows_of_the_imagenet_tables_are_there_without_any_run(put_all, table):
+    text = put_all()
+    rows = imagenet_rows(text, table)
+    printed = [re.split("  +", line.strip()) for line in IMAGENET[table].strip().splitlines()]
+    assert [row[:-3] for row in rows] == printed
+    assert {cell for row in rows for cell in row[-3:-1]} == {"-"}
+    cited = [row[0] for row in rows if row[-1] == "-"]
+    assert cited == [row[0] for row in printed if not row[0].startswith(("REF", "MD-tanh-S", "yes", "no"))]
+    assert text.count("ImageNet itself was not available to us") == 1
+
+
+def test_a_run_on_imagenet_stands_in_all_its_rows(put_all):
+    full = [{**summary(f"{NET}-full", 56.0 + k, k, 56.67), "test_top5": 79.0 + k} for k in (0, 1)]
+    scratch = {**summary(NET, 65.0, paper=65.92), "test_top5": 86.5}
+    text = put_all(*full, scratch, summary("imagenet/resnet34/ref", 73.3))
+    expected = {f"`{NET}`": ["65.00 †", "86.50"], f"`{NET}-full`": ["56.50 ± 0.71 (n = 2)", "79.50 ± 0.71 (n = 2)"]}
+    for table, found in zip(IMAGENET, (expected, expected, {}), strict=True):
+        assert {row[-1]: row[-3:-1] for row in imagenet_rows(text, table) if row[-2] != "-"} == found
+    assert "not available" not in text
+    assert text.count("†") == 3
+    outside = text.split("## Not in the paper\n\n### ImageNet, ResNet-34\n")[1]
+    assert cells(outside, "REF (float)")[0][:3] == ["REF (float)", "float", "73.30"]
+    assert "Bi-Real" not in outside
+
+
+def test_variants_of_a_method_follow_it_outside_the_paper(put):
+    names = ["binary/md-tanh-s-pretrained", "ref", "binary/md-tanh-s"]
+    runs = [summary(f"imagenette/resnet18/{name}", 90.0) for name in names]
+    text = put(summary("imagenette/bireal18/binary/md-tanh-s-kl", 80.0), *runs)
+    section = text.split("## Not in the paper")[1]
+    assert re.findall(r"^### (.*)$", section, re.M) == ["Imagenette, Bi-Real-18", "Imagenette, ResNet-18"]
+    found = re.findall(r"^\| (.*?) +\|", section, re.M)
+    variants = ["MD-tanh-S (KL divergence)", "REF (float)", "MD-tanh-S", "MD-tanh-S (pretrained)"]
+    assert [name for name in found if name[0].isupper()] == variants
+
+
+def test_a_run_for_some_epochs_is_one_of_its_recipe():
+    content = summary("imagenette/resnet18/ref", 90.0)
+    content["config"] |= {"eval_every": 73}
+    assert RunRecord.of(content).changes == {}
+
+
+def test_a_variant_is_of_the_method_with_the_longest_name():
+    names = ("md-tanh-s", "md-tanh-scaled", "md-tanh-s-scaled", "md-tanh-bounded-x", "pq-star-mine", "md-kl", "pqs")
+    written = [
+        "MD-tanh-S",
+        "MD-tanh (scaled)",
+        "MD-tanh-S (scaled)",
+        "MD-tanh, bounded (x)",
+        "PQ* (mine)",
+        "md-kl",
+        "pqs",
+    ]
+    assert [labels.method(name) for name in names] == written
+    assert labels.method_colour("md-tanh-s-kl") == labels.method_colour("md-tanh-s")
 
 
 def test_data_sets_outside_the_paper_have_no_paper_column(put):

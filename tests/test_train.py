@@ -1,6 +1,7 @@
 """Training runs: the protocol, resuming, and what happens when something goes wrong."""
 
 import copy
+import dataclasses
 import errno
 import hashlib
 import io
@@ -28,6 +29,7 @@ from torch import nn
 import mirrorquant as mq
 from mirrorquant import BINARY, Method, models
 from mirrorquant.cli import main
+from mirrorquant.data import DataError, load
 from mirrorquant.train import (
     CheckpointError,
     Config,
@@ -41,6 +43,7 @@ from mirrorquant.train import (
     checkpoint,
     recipes,
 )
+from mirrorquant.train.evaluate import Score
 from mirrorquant.train.metrics import Metrics, read_metrics
 from mirrorquant.train.progress import Progress
 
@@ -151,17 +154,17 @@ def test_the_best_rounded_network_is_tested_and_the_last_one_soft_and_rounded(tm
     def score():
         with run.task.opt.quantized():
             kept[run.step] = copy.deepcopy(run.task.model.state_dict())
-        return {10: 50.0, 20: 90.0, 30: 90.0}[run.step], 0.0
+        return Score({10: 50.0, 20: 90.0, 30: 90.0}[run.step], 0.0, 100.0)
 
     run.engine.score = score
     with pytest.raises(Interrupted):
         signalled(run, 34).train()
     rest = Run.resume(tmp_path / "run", quiet=True)
-    rest.engine.score = lambda: (10.0, 0.0)
+    rest.engine.score = lambda: Score(10.0, 0.0, 100.0)
 
     def tested(images):
         assert images is rest.task.data.test
-        return fingerprint(rest.task.model.state_dict()), 0.0
+        return Score(fingerprint(rest.task.model.state_dict()), 0.0, 0.0)
 
     object.__setattr__(rest.task, "evaluate", tested)
     summary = rest.train()
@@ -203,7 +206,7 @@ def test_weights_are_rounded_at_the_very_step_of_the_fraction(tmp_path):
 
 def test_the_last_line_of_progress_knows_the_last_validation(tmp_path, capsys):
     run = Run(config(), tmp_path / "run")
-    run.engine.score = lambda: (float(run.step), 0.0)
+    run.engine.score = lambda: Score(float(run.step), 0.0, 0.0)
     run.train()
     lines = [line for line in capsys.readouterr().err.split("\n") if line and not line.startswith("warning: ")]
     assert lines[-1].endswith("best val 40.00 %")
@@ -293,8 +296,8 @@ def test_a_users_own_model_trains_and_resumes(tmp_path):
 
 # All recipes of the paper's tables run.
 
-PAPER = [name for name in recipes.names() if "paper" in recipes.get(name)]
 SHAPES = {"cifar10": "3x32x32:10", "cifar100": "3x32x32:100", "tinyimagenet": "3x64x64:200"}
+PAPER = [name for name in recipes.names() if "paper" in recipes.get(name) and name.split("/")[0] in SHAPES]
 
 
 def test_every_cell_of_the_three_tables_has_a_recipe():
@@ -1083,3 +1086,20 @@ def test_a_summary_of_wrong_content_is_refused_in_one_line(finished, tmp_path, c
     told = capsys.readouterr().err
     assert told.startswith(f"mirrorquant: {tmp_path / 'wrong.json'}: ")
     assert told.count("\n") == 1
+
+
+def test_training_on_all_images_keeps_the_last_network(tmp_path):
+    changed = ["iterations=60", "eval_every=20", "width=4", "train_on=all", "keep=last"]
+    run = Run(Config.from_recipe(DIGITS, changed), tmp_path / "run", quiet=True)
+    assert len(run.task.data.train) == 1257 + 180
+    summary = run.train()
+    assert summary["best_step"] == 60
+    assert summary["test_accuracy"] == summary["test_accuracy_last"]
+
+
+def test_training_on_all_images_leaves_none_to_choose_by():
+    with pytest.raises(ConfigError, match="train_on=all leaves no images to choose the best network by: add keep=last"):
+        Config.from_recipe(DIGITS, ["train_on=all"])
+    data = load("synthetic:3x8x8:10")
+    with pytest.raises(DataError, match="has no validation images of its own"):
+        dataclasses.replace(data, test=data.val).joined()

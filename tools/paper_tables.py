@@ -3,7 +3,7 @@
     python tools/paper_tables.py                             print them
     python tools/paper_tables.py --write --readme README.md  write results/README.md, and the table of README.md
 
-Nothing in a table is typed by hand.
+Nothing in a table is typed by hand but what the paper cites of other methods on ImageNet.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mirrorquant.data import label as data_label
 from mirrorquant.models import label as model_label
 from mirrorquant.report import RecordError, RunRecord, labels, read_results
 from mirrorquant.report.tables import spread
+from mirrorquant.train import Config
 
 BELOW = 0.6
 MARK = "†"
@@ -29,14 +30,58 @@ PAPER_TABLES = (
     ("Binary weights, MobileNetV2", "tab:res_mobilenet_bracewell", "binary", ("mobilenetv2",)),
     ("Ternary weights", "tab:res_ternary", "ternary", ("vgg16", "resnet18")),
 )
+IMAGENET_WEIGHTS: dict[str, tuple[float, float] | str] = {  # cited top-1 and top-5, or the recipe that has them
+    "REF (float)": "imagenet/resnet18/ref",
+    "BWN*": (60.80, 83.00),
+    "BR": (63.20, 85.10),
+    "ELQ": (64.72, 86.04),
+    "ADMM": (64.80, 86.20),
+    "QN": (66.50, 87.03),
+    "MD-tanh-S*⁺": "imagenet/resnet18/binary/md-tanh-s-full",
+    "MD-tanh-S*": "imagenet/resnet18/binary/md-tanh-s",
+    "MD-tanh-S": "imagenet/resnet18/binary/md-tanh-s-pretrained",
+}
+IMAGENET_ACTIVATIONS: dict[str, tuple[float, float] | str] = {
+    "REF (float)": "imagenet/resnet18/ref",
+    "BinaryNet": (42.2, 67.1),
+    "Dorefa-Net": (52.5, 76.7),
+    "XNOR-Net": (51.2, 73.2),
+    "Bireal-Net": (56.4, 79.5),
+    "Bireal-Net (PReLU)": (59.0, 81.3),
+    "PCNN (J=1)": (57.3, 80.0),
+    "QN": (53.6, 75.3),
+    "BOP": (54.2, 77.2),
+    "GBCN": (57.8, 80.9),
+    "IR-Net": (58.1, 80.0),
+    "Noisy Supervision": (59.4, 81.7),
+    "MD-tanh-S": "imagenet/bireal18/binary/md-tanh-s",
+    "MD-tanh-S (KL div. loss)": "imagenet/bireal18/binary/md-tanh-s-kl",
+}
+IMAGENET_ABLATION = (
+    "imagenet/resnet18/binary/md-tanh-s-pretrained",
+    "imagenet/resnet18/binary/md-tanh-s",
+    "imagenet/resnet18/binary/md-tanh-s-ends-pretrained",
+    "imagenet/resnet18/binary/md-tanh-s-ends",
+    "imagenet/resnet18/binary/md-tanh-s-full-pretrained",
+    "imagenet/resnet18/binary/md-tanh-s-full",
+    "imagenet/resnet18/binary/md-tanh-s-ends-scaled-pretrained",
+    "imagenet/resnet18/binary/md-tanh-s-full-scaled-pretrained",
+)
+NO_IMAGENET = (
+    'ImageNet itself was not available to us; Imagenette, ten of its classes, stands in: see "Not in the paper".'
+)
+NOTATION = r"As in the paper, \* is training from scratch, and ⁺ full binarization except for batch norm."
 HEAD = """# Results
 
 `tools/paper_tables.py` makes this file from the JSON files beside it, one per run. Accuracies are test accuracies in
-percent of the rounded network, of the iteration with the best rounded validation accuracy; of several seeds the mean ±
-the sample standard deviation. Iterations per second and minutes are means over the seeds, with start-up, validation and
-checkpoints in them; the files have the seconds of each, and the rate of training alone."""
+percent of the rounded network, of the iteration with the best rounded validation accuracy (for ImageNet and Imagenette,
+of the last one, as in the paper); of several seeds the mean ± the sample standard deviation. Iterations per second and
+minutes are means over the seeds, with start-up, validation and checkpoints in them; the files have the seconds of each,
+and the rate of training alone."""
 TINYIMAGENET = "The test set is the official validation set, which also selects the iteration, as in the paper."
 RUNNING = ("seeds", "iterations/s", "minutes")
+CHOICES = ("pretrained", "conv1 and FC", "bias", "BN", "layerwise scaling")
+FIGURES = ("paper, top-1", "paper, top-5", "ours, top-1", "ours, top-5", "recipe")
 BEGIN, END = "<!-- made by tools/paper_tables.py -->", "<!-- end of what tools/paper_tables.py made -->"
 
 Cell = list[RunRecord]
@@ -46,14 +91,15 @@ Cell = list[RunRecord]
 def results_table(folder: Path) -> str:
     """The text of ``results/README.md``, from the runs in a folder and its subfolders.
 
-    Only cells that have runs appear. A cell more than 0.6 points below the paper carries a mark, explained below the
-    tables with a link to ``findings.md`` if the folder has one. Runs without a recipe, or that differ from it as it is
-    today in more than the seed, the machine and the speed, are listed apart, each with its differences.
+    Only cells that have runs appear, and all rows of the ImageNet tables. A cell more than 0.6 points below the paper
+    carries a mark, explained below the tables with a link to ``findings.md`` if the folder has one. Runs without a
+    recipe, or that differ from it as it is today in more than the seed, the machine and the speed, are listed apart,
+    each with its differences.
     """
     runs = read_results(folder)
     faithful = grouped(run for run in runs if named(run) and not run.changes)
     others = grouped(run for run in runs if not named(run) or run.changes)
-    parts = [HEAD, *paper_sections(faithful), *outside_sections(faithful)]
+    parts = [HEAD, *paper_sections(faithful), *imagenet_sections(faithful), *outside_sections(faithful)]
     if others:
         parts.append(others_section(others))
     if not runs:
@@ -139,7 +185,7 @@ def grouped(runs: Iterable[RunRecord]) -> list[Cell]:
 
 def in_paper(cell: Cell) -> bool:
     """Whether the paper has a figure for these runs."""
-    return cell[0].summary.get("paper") is not None and place(cell[0])[0] in PAPER_DATA
+    return cell[0].summary.get("paper") is not None and place(cell[0])[0] in (*PAPER_DATA, "imagenet")
 
 
 def paper_sections(cells: list[Cell]) -> list[str]:
@@ -164,9 +210,64 @@ def paper_table(column: list[Cell]) -> str:
     for cell in column:
         paper, ours = cell[0].number("paper"), statistics.fmean(run.number("test_accuracy") for run in cell)
         difference = round(ours - paper, 2)  # as printed, so that -0.60 is never marked
-        mark = f" {MARK}" if difference < -BELOW else ""
-        rows.append([method(cell), f"{paper:.2f}", mean(cell), f"{difference:+.2f}{mark}", *running(cell)])
+        text = f"{difference:+.2f}{marked(difference)}"
+        rows.append([method(cell), f"{paper:.2f}", mean(cell), text, *running(cell)])
     return markdown(["method", "paper", "ours", "difference", *RUNNING], rows)
+
+
+def marked(difference: float) -> str:
+    """The mark of what falls short of the paper."""
+    return f" {MARK}" if difference < -BELOW else ""
+
+
+def imagenet_sections(cells: list[Cell]) -> list[str]:
+    """The paper's three tables about ImageNet, with all their rows."""
+    ours = {title(cell[0]): cell for cell in cells if place(cell[0])[0] == "imagenet"}
+    return [
+        "## ImageNet",
+        *[NO_IMAGENET] * (not ours),
+        "### Binary weights, ResNet-18 (tab:res_imagenet)",
+        imagenet_table(IMAGENET_WEIGHTS, ours, digits=2),
+        NOTATION,
+        "### Ablation, ResNet-18 with MD-tanh-S (tab:res_imagenet_abl)",
+        ablation_table(ours),
+        "### Binary weights and activations (tab:res_imagenet_binarywtact)",
+        imagenet_table(IMAGENET_ACTIVATIONS, ours, digits=1),
+    ]
+
+
+def imagenet_table(table: dict[str, tuple[float, float] | str], ours: dict[str, Cell], *, digits: int) -> str:
+    """Other methods with the figures that the paper cites, and the recipes with our runs beside the paper's figures."""
+    rows = []
+    for label, source in table.items():
+        if isinstance(source, str):
+            row = recipe_row(source, ours, digits)
+        else:
+            row = [*(f"{figure:.{digits}f}" for figure in source), "-", "-", "-"]
+        rows.append([label.replace("*", r"\*"), *row])
+    return markdown(["method", *FIGURES], rows)
+
+
+def ablation_table(ours: dict[str, Cell]) -> str:
+    """What is binary in each recipe, and what that costs."""
+    rows = []
+    for name in IMAGENET_ABLATION:
+        config = Config.from_recipe(name)
+        ends = "float" if "conv1" in config.skip else "binary"
+        bias = "float" if {"fc", "fc.bias"} & {*config.skip} else "binary"
+        choices = ["yes" if config.init else "no", ends, bias, "float", "yes" if config.scale else "no"]
+        rows.append([*choices, *recipe_row(name, ours, digits=2)])
+    return markdown([*CHOICES, *FIGURES], rows)
+
+
+def recipe_row(name: str, ours: dict[str, Cell], digits: int) -> list[str]:
+    """Top-1 and top-5 in the paper, and of our runs if there are any; the recipe."""
+    config, cell = Config.from_recipe(name), ours.get(name)
+    found = ["-", "-"]
+    if cell:
+        difference = statistics.fmean(run.number("test_accuracy") for run in cell) - config.paper
+        found = [mean(cell) + marked(round(difference, 2)), mean(cell, "test_top5")]
+    return [f"{config.paper:.{digits}f}", f"{config.paper_top5:.{digits}f}", *found, f"`{name}`"]
 
 
 def outside_sections(cells: list[Cell]) -> list[str]:
@@ -205,14 +306,14 @@ def method(cell: Cell) -> str:
     return labels.method(place(cell[0])[3]).replace("*", r"\*")
 
 
-def mean(cell: Cell) -> str:
+def mean(cell: Cell, key: str = "test_accuracy") -> str:
     """The mean over seeds, with its spread where there are several."""
-    return spread([run.number("test_accuracy") for run in cell], count=True)
+    return spread([run.number(key) for run in cell], count=True)
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, its columns padded so that the text reads as a table too; numbers to the right."""
-    left = ("method", "levels", "run", "overrides", "seeds")
+    left = ("method", "levels", "run", "overrides", "seeds", "recipe", *CHOICES)
     escaped = [[cell.replace("|", r"\|") for cell in row] for row in (header, *rows)]
     lines = aligned(escaped, [name for name in header if name not in left], least=3)
     rule = ["-" * len(c) if n in left else "-" * (len(c) - 1) + ":" for n, c in zip(header, lines[0], strict=True)]

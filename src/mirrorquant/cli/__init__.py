@@ -5,6 +5,7 @@
     mirrorquant train cifar10/resnet18/binary/bc lr=0.01 seed=1   the same with something changed
     mirrorquant train --resume runs/NAME                          continue a run
     mirrorquant compare --seeds 3                                 float, BinaryConnect and MD-tanh-S side by side
+    mirrorquant reproduce binary                                  every cell of a table of the paper
     mirrorquant eval runs/NAME                                    the best rounded network of a run, on the test set
     mirrorquant recipes cifar10/resnet18                          the recipes of that task, or the keys of one recipe
     mirrorquant pack runs/NAME                                    that network at one bit per weight, in a file
@@ -25,7 +26,7 @@ from typing import Any
 from mirrorquant._registry import suggestion
 from mirrorquant._text import printable
 from mirrorquant._version import __version__
-from mirrorquant.cli import files, runs
+from mirrorquant.cli import files, reproduce, runs
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.train import Interrupted
 from mirrorquant.train.config import KEYS
@@ -111,6 +112,6 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
             sub.add_argument("--json", action="store_true", help="print JSON")
         return sub
 
-    for module in (runs, files):
+    for module in (runs, reproduce, files):
         module.add_commands(command)
     return parser, list(commands.choices)

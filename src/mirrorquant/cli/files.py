@@ -7,7 +7,7 @@ import importlib
 import json
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from mirrorquant.health import health
 from mirrorquant.packing import PackedModel, PackError, kernels
 from mirrorquant.summary import summary as summarize
 from mirrorquant.train import Best, Config, ConfigError, build
-from mirrorquant.train.evaluate import accuracy, layers
+from mirrorquant.train.evaluate import MANY_CLASSES, layers, score
 from mirrorquant.train.run_folder import BEST
 
 PACKED = ".safetensors"
@@ -61,20 +61,21 @@ def evaluate(options: argparse.Namespace) -> None:
     model, images, result, text = _from_file(options) if from_file else _from_run(options)
     result |= {"split": options.split, "data": images.name}
     try:
-        result["accuracy"], result["loss"] = accuracy(model, getattr(images, options.split), images)
+        result |= score(model, getattr(images, options.split), images)._asdict()
     except Exception as error:
         raise PackError(f"{options.what} cannot be tested on {images}: {first_line(error)}") from error
     if options.json:
         print(json.dumps(result))
         return
-    print(f"{images.name} {options.split}: {result['accuracy']:.2f} % (loss {result['loss']:.4f})\n{text}")
+    top5 = f", top-5 {result['top5']:.2f} %" * (len(images.classes) >= MANY_CLASSES)
+    print(f"{images.name} {options.split}: {result['accuracy']:.2f} %{top5} (loss {result['loss']:.4f})\n{text}")
 
 
 def _from_run(options: argparse.Namespace) -> tuple[nn.Module, data.Data, dict[str, Any], str]:
     """The network of a run, its images, and whether its weights are on their levels, as facts and as a text."""
     best = _best(options)
     config, off, device = best.config, best.off_levels, build.device(best.config)
-    images = _images(config.data, config.data_root, options).to(device)
+    images = _sized(_images(config.data, config.data_root, options), best.images).to(device)
     if len(images.classes) != best.images["classes"]:
         raise ConfigError(f"{best.path} has {best.images['classes']} classes, but {images.name} {len(images.classes)}")
     problems = [] if off else health(best.opt).collapses
@@ -102,7 +103,14 @@ def _from_file(options: argparse.Namespace) -> tuple[nn.Module, data.Data, dict[
         raise ConfigError(f"{path} does not say which data it is for: pass --data, as in --data cifar10")
     size = sum(file.stat().st_size for file in _files_of(path))
     facts = {"file": str(path), "bytes": size}
-    return model, _images(named, Config.data_root, options), facts, f"{size:,} bytes, run {how}"
+    images = _sized(_images(named, Config.data_root, options), model.about)
+    return model, images, facts, f"{size:,} bytes, run {how}"
+
+
+def _sized(images: data.Data, about: Mapping[str, Any]) -> data.Data:
+    """Streamed images at the size on which a network was trained."""
+    shape = about.get("shape")
+    return images.resized(int(shape[1])) if isinstance(images.train, data.Photos) and shape else images
 
 
 def _images(named: str, root: str, options: argparse.Namespace) -> data.Data:

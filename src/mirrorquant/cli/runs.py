@@ -16,8 +16,9 @@ from mirrorquant._text import table
 from mirrorquant.packing import kernels
 from mirrorquant.report import RunRecord, plots, read_results
 from mirrorquant.report.tables import compare_row, compare_table, results_tables
-from mirrorquant.train import Config, ConfigError, Run, RunFolder, build, recipes
+from mirrorquant.train import Config, ConfigError, Run, RunFolder, build, distributed, recipes
 from mirrorquant.train.config import KEYS, Key
+from mirrorquant.train.distributed import World
 from mirrorquant.train.run_folder import BEST
 
 DEFAULT = "digits/digitsnet/binary/md-tanh-s"
@@ -27,12 +28,12 @@ TRUSTED = "a run imports the modules that its model, method and schedules name, 
 def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Adds them to the parser."""
     sub = command("train", train, "cifar10/resnet18/binary/md-tanh-s seed=1")
-    _add_words(sub, "RECIPE", f"a name from 'mirrorquant recipes'; default: {DEFAULT}")
+    add_words(sub, "RECIPE", f"a name from 'mirrorquant recipes'; default: {DEFAULT}")
     sub.add_argument("--out", type=Path, help="the run's folder; default: a new one in runs/")
     text = f"continue the run in this folder, or in --out; device, data_root and logging may change; {TRUSTED}"
     sub.add_argument("--resume", type=Path, nargs="?", const=Path(), metavar="RUN", help=text)
     sub = command("compare", compare, "digits/digitsnet --seeds 3")
-    _add_words(sub, "TASK", "data set and model of the recipes; default: digits/digitsnet")
+    add_words(sub, "TASK", "data set and model of the recipes; default: digits/digitsnet")
     sub.add_argument(
         "--methods",
         default="ref,bc,md-tanh-s",
@@ -55,7 +56,8 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     command("kernels", show_kernels, json=False)
 
 
-def _add_words(sub: argparse.ArgumentParser, name: str, text: str) -> None:
+def add_words(sub: argparse.ArgumentParser, name: str, text: str) -> None:
+    """Adds a word and key=value pairs to a command that trains, and what all such commands take."""
     rows = [f"  {key:18}{facts.help}{_default(facts)}" for key, facts in KEYS.items() if facts.section != "origin"]
     sub.epilog = "Any key can be changed by key=value, as in lr=0.01. Keys:\n" + "\n".join(rows)
     sub.add_argument("words", nargs="*", metavar=f"{name} KEY=VALUE", help=text)
@@ -70,29 +72,37 @@ def _default(key: Key) -> str:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train a network, or continue a run."""
-    _try_writing(options.results)
-    if options.resume is None:
-        config = Config.from_recipe(options.word or DEFAULT, options.overrides)
-        _refuse_idle([config])
-        run = Run(config, options.out or _new_folder(config), quiet=options.quiet)
-    else:
-        folder = options.out if options.resume == Path() else options.resume
-        if folder is None or options.word or options.out not in (None, folder):
-            raise ConfigError("--resume continues the run in one folder: recipe and --out cannot be given with it")
-        run = Run.resume(folder, options.overrides, quiet=options.quiet)
-    record = _trained(run, options)
+    """Train a network, or continue a run; torchrun starts several processes that share the work."""
+    try_writing(options.results)
+    with distributed.joined() as world:
+        run = _train_or_resume(options, world)
+        record = trained(run, options)
+    if not world.chief:
+        return
     if options.json:
         print(json.dumps(record.summary))
         return
     print(f"\n{compare_table([compare_row(record)])}\n")
+    if figure := _figure(run.config):
+        print(f"the paper has {figure}" + " for the recipe as it is" * bool(record.changes))
     path, quantized = run.folder.path, run.config["method"] != "ref"
     _draw([path], path)
-    print(f"wrote {path / BEST[0]}, the best {'rounded ' * quantized}network")
+    print(f"wrote {path / BEST[0]}, the {run.config['keep']} {'rounded ' * quantized}network")
     folder = shlex.quote(str(path))
     check = (f"eval {folder}", "its accuracy" + ", and whether its weights are exactly on their levels" * quantized)
     look = (f"summary {folder}", "its bits and bytes, layer by layer")
     suggest(check, look, *[(f"pack {folder}", "the network at its true size, in a file")] * quantized)
+
+
+def _train_or_resume(options: argparse.Namespace, world: World) -> Run:
+    if options.resume is None:
+        config = Config.from_recipe(options.word or DEFAULT, options.overrides)
+        _refuse_idle([config])
+        return Run(config, world.shared(options.out or _new_folder(config)), quiet=options.quiet)
+    folder = options.out if options.resume == Path() else options.resume
+    if folder is None or options.word or options.out not in (None, folder):
+        raise ConfigError("--resume continues the run in one folder: recipe and --out cannot be given with it")
+    return Run.resume(folder, options.overrides, quiet=options.quiet)
 
 
 def suggest(*commands: tuple[str, str]) -> None:
@@ -102,12 +112,12 @@ def suggest(*commands: tuple[str, str]) -> None:
 
 def compare(options: argparse.Namespace) -> None:
     """Train several methods on one task, and compare them."""
-    _try_writing(options.results)
+    try_writing(options.results)
     task = options.word or "digits/digitsnet"
     folder = options.out or Path("runs") / ("compare-" + task.replace("/", "-"))
     configs = _compared(task, options)
     _refuse_idle(list(configs.values()))
-    records = [_trained(_begun(config, folder / name, options), options) for name, config in configs.items()]
+    records = [trained(begun(config, folder / name, options), options) for name, config in configs.items()]
     rows = [compare_row(record) for record in records]
     if options.json:
         print(json.dumps(rows))
@@ -143,18 +153,21 @@ def _recipe(task: str, levels: str, method: str) -> tuple[str, list[str]]:
     return other, [f"method={method}"]
 
 
-def _begun(config: Config, folder: Path, options: argparse.Namespace) -> Run:
+def begun(config: Config, folder: Path, options: argparse.Namespace) -> Run:
     """A run of a comparison: a new one, or with --resume the one in its folder, whether it has ended or not."""
     if not options.resume or not RunFolder(folder).begun:
         return Run(config, folder, quiet=options.quiet)
-    if RunFolder(folder).config().identity != build.resolve(config).identity:
+    begun, config = RunFolder(folder).config(), build.resolve(config)
+    config = config.like(begun)
+    if begun.identity != config.identity:
         raise ConfigError(f"{folder} holds a run of another configuration: give the same key=value, or another --out")
     return Run.resume(folder, quiet=options.quiet)
 
 
-def _trained(run: Run, options: argparse.Namespace) -> RunRecord:
+def trained(run: Run, options: argparse.Namespace) -> RunRecord:
+    """Trains a run to its end, and keeps its summary among the results."""
     record = RunRecord.of(run.train())
-    if options.results:
+    if options.results and run.world.chief:
         record.write_result(options.results)
     return record
 
@@ -174,7 +187,7 @@ def _new_folder(config: Config) -> Path:
     return next(folder for name in names if not RunFolder(folder := Path("runs") / name).begun)
 
 
-def _try_writing(results: Path | None) -> None:
+def try_writing(results: Path | None) -> None:
     """Creates the folder of the results and a file in it: better an error now than after hours of training."""
     if results is not None:
         results.mkdir(parents=True, exist_ok=True)
@@ -203,8 +216,14 @@ def show_recipes(options: argparse.Namespace) -> None:
     elif options.json:
         print(json.dumps(found))
     else:
-        papers = {name: recipes.get(name).get("paper") for name in found}
-        print(table([[name, f"paper {paper:.2f} %" if paper else ""] for name, paper in papers.items()]))
+        figures = {name: _figure(Config.from_recipe(name)) for name in found}
+        print(table([[name, figure and f"paper {figure}"] for name, figure in figures.items()]))
+
+
+def _figure(config: Config) -> str:
+    """The paper's accuracy, with top-5 where its table has that; empty if there is none."""
+    top5 = f" (top-5 {config.paper_top5:.2f} %)" if config.paper_top5 else ""
+    return f"{config.paper:.2f} %{top5}" if config.paper else ""
 
 
 def show_methods(options: argparse.Namespace) -> None:

@@ -13,17 +13,23 @@ from mirrorquant.train.config import ConfigError, parse_levels
 __all__ = ["known_method", "level_values", "levels", "method", "method_colour", "method_order", "task"]
 
 _ORDER = ("ref", "bc", "pq", "pmf", "gd-tanh", "md-softmax", "md-tanh", "md-softmax-s", "md-tanh-s")
-_STAR = "-star"  # PQ* and PMF* are recipes of PQ and PMF
+_STAR = "star"  # PQ* and PMF* are recipes of PQ and PMF
+_WORDS = {"kl": "KL divergence"}
 
 
 def method(name: str) -> str:
-    """A method as the paper writes it; unknown names are returned as they are, without the module of a class.
+    """A method as the paper writes it, with the words that name a variant; a class without its module.
 
-    >>> method("md-tanh-s"), method("pq-star"), method("my-method"), method("my_module:Mine")
-    ('MD-tanh-S', 'PQ*', 'my-method', 'Mine')
+    >>> method("md-tanh-s"), method("md-tanh-s-ends-pretrained"), method("pq-star")
+    ('MD-tanh-S', 'MD-tanh-S (ends, pretrained)', 'PQ*')
+    >>> method("my-method"), method("my_module:Mine")
+    ('my-method', 'Mine')
     """
-    label = known_method(name).label
-    return label + "*" * name.endswith(_STAR) if label else name.rpartition(":")[2]
+    label, (_, words) = known_method(name).label, _parts(name)
+    if not label:
+        return name.rpartition(":")[2]
+    others = ", ".join(_WORDS.get(word, word) for word in words if word != _STAR)
+    return label + "*" * (_STAR in words) + f" ({others})" * bool(others)
 
 
 def known_method(name: str) -> type[Method]:
@@ -35,22 +41,34 @@ def known_method(name: str) -> type[Method]:
     found: Any = getattr(sys.modules.get(module), own_name, None) if colon else None
     if isinstance(found, type) and issubclass(found, Method):
         return found
-    return Method.registry.get(name.removesuffix(_STAR), Method)
+    return Method.registry.get(_parts(name)[0], Method)
 
 
 def method_colour(name: str) -> str:
-    """The colour of a method in figures, which its starred variant shares; empty for an unknown one."""
+    """The colour of a method in figures, which its variants share; empty for an unknown one."""
     return known_method(name).colour
 
 
 def method_order(name: str) -> tuple[int, bool]:
-    """Sorts methods like the rows of the paper's tables; unknown ones come last.
+    """Sorts methods like the rows of the paper's tables, each before its variants; unknown ones come last.
 
-    >>> sorted(["mine", "md-tanh-s", "pq-star", "pq", "ref"], key=method_order)
-    ['ref', 'pq', 'pq-star', 'md-tanh-s', 'mine']
+    >>> sorted(["mine", "md-tanh-s-kl", "md-tanh-s", "pq-star", "pq", "ref"], key=method_order)
+    ['ref', 'pq', 'pq-star', 'md-tanh-s', 'md-tanh-s-kl', 'mine']
     """
-    base = name.removesuffix(_STAR)
-    return _ORDER.index(base) if base in _ORDER else len(_ORDER), base != name
+    base, words = _parts(name)
+    return _ORDER.index(base) if base in _ORDER else len(_ORDER), bool(words)
+
+
+def _parts(name: str) -> tuple[str, list[str]]:
+    """The longest name of a method that a name begins with, and the words that follow it; an unknown name is whole.
+
+    >>> _parts("md-tanh-s-ends-pretrained"), _parts("my-method")
+    (('md-tanh-s', ['ends', 'pretrained']), ('my-method', []))
+    """
+    words = name.split("-")
+    ends = (end for end in range(len(words), 0, -1) if "-".join(words[:end]) in Method.registry)
+    end = next(ends, len(words))
+    return "-".join(words[:end]), words[end:]
 
 
 def level_values(levels: str | Sequence[float] | None) -> tuple[float, ...]:

@@ -108,7 +108,7 @@ class RunRecord:
         """
         name, overrides = self.config["recipe"], self.config["overrides"]
         used = {k: self.config.get(k, v) for k, v in overrides.items()}  # of which the values have been checked
-        recipe = rescaled(recipes.get(name), used) if name in recipes.names() else {}
+        recipe = _timed(recipes.get(name), used, self.config) if name in recipes.names() else {}
         others = {k: self.config.get(k, KEYS[k].default) for k in recipe}  # an old file lacks newer keys
         now = {**overrides, **others, **overrides}
         return {k: v for k, v in now.items() if k in _EXPERIMENT and (k not in recipe or recipe[k] != v)}
@@ -133,8 +133,9 @@ class RunRecord:
 
     def write_result(self, folder: Path) -> Path:
         """Writes the summary to a folder of results, without the place of this machine's data; returns the file."""
-        overrides = {k: v for k, v in self.config["overrides"].items() if k != "data_root"}
-        config = {k: v for k, v in self.summary["config"].items() if k not in ("data_root", "overrides")}
+        places = ("data_root", "cache")
+        overrides = {k: v for k, v in self.config["overrides"].items() if k not in places}
+        config = {k: v for k, v in self.summary["config"].items() if k not in (*places, "overrides")}
         name = f"{self.config['recipe'].replace('/', '-')}-seed{self.config['seed']}"
         name += "".join(f"-{key}-{re.sub('[^A-Za-z0-9.]', '-', str(value))}" for key, value in self.changes.items())
         if len(name) > _LONGEST_NAME:
@@ -143,6 +144,18 @@ class RunRecord:
         content = json.dumps({**self.summary, "config": config, "overrides": overrides}) + "\n"
         _files.write_atomically(folder / f"{name}.json", content.encode(), RecordError)
         return folder / f"{name}.json"
+
+
+def _timed(recipe: dict[str, Any], used: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """A recipe with its schedules for the iterations of a run, which epochs may have decided."""
+    by_epochs = (recipe.get("epochs") or used.get("epochs")) and "iterations" not in used
+    timed = {"iterations": config["iterations"]} if by_epochs else {}
+    recipe = {**rescaled(recipe, {**used, **timed}), **timed}
+    if "iterations" in used:
+        recipe.pop("epochs", None)
+    if recipe.get("eval_every") == 0:  # once per epoch
+        del recipe["eval_every"]
+    return recipe
 
 
 def read_results(folder: Path) -> list[RunRecord]:

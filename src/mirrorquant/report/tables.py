@@ -19,7 +19,7 @@ Kind = tuple[str, tuple[tuple[float, ...], str]]
 def compare_row(record: RunRecord) -> dict[str, Any]:
     """One row of a comparison: method, levels and their scale, seed, bits per weight, accuracies in percent, seconds.
 
-    ``soft`` is the test accuracy of the soft network, ``val`` and ``test`` are those of the rounded one.
+    ``soft`` is the test accuracy of the soft network; ``val``, ``test`` and ``top5`` are those of the rounded one.
     """
     return {
         "method": record.name,
@@ -30,6 +30,7 @@ def compare_row(record: RunRecord) -> dict[str, Any]:
         "soft": record.number("test_accuracy_soft"),
         "val": record.number("val_accuracy"),
         "test": record.number("test_accuracy"),
+        **({"top5": record.number("test_top5")} if "test_top5" in record.summary else {}),
         "paper": record.summary.get("paper"),
         "seconds": record.number("seconds"),
     }
@@ -50,12 +51,13 @@ def compare_table(rows: Sequence[Mapping[str, Any]]) -> str:
     bc      -1, +1             1.00  0, 1   97.50 ± 0.00   97.80 ± 0.00    97.80 ± 0.42    1 min 15 s
     """
     groups = grouped(rows)
-    several = any(len(group) > 1 for group in groups.values())
-    numbers = ["soft %", "rounded val %", "rounded test %", "time per run" if several else "time"]
+    several, top5 = any(len(group) > 1 for group in groups.values()), any("top5" in row for row in rows)
+    numbers = ["soft %", "rounded val %", "rounded test %", *["top-5 %"] * top5]
+    numbers.append("time per run" if several else "time")
     text = [["method", "levels", "bits per weight", *["seeds"] * several, *numbers]]
     for (method, _), group in groups.items():
         seeds = [", ".join(str(row.get("seed", "-")) for row in group)] * several
-        accuracies = [spread([row.get(key) for row in group]) for key in ("soft", "val", "test")]
+        accuracies = [spread([row.get(key) for row in group]) for key in ("soft", "val", "test", *["top5"] * top5)]
         seconds = [row["seconds"] for row in group if row.get("seconds") is not None]
         time = duration(statistics.fmean(seconds) if seconds else None)
         levels = labels.levels(group[0].get("levels"), group[0].get("scale", ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +13,31 @@ from safetensors import torch as safetensors
 from torch import Tensor, nn
 
 from mirrorquant import _files, models
-from mirrorquant.data import Loader
+from mirrorquant.data import Data, Photos, cached
 from mirrorquant.data import load as load_data
+from mirrorquant.data import loader as load_batches
 from mirrorquant.health import unwarned
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.select import NORMS, split
 from mirrorquant.train import checkpoint
 from mirrorquant.train.config import Config, ConfigError
+from mirrorquant.train.distributed import ALONE, World, local_rank, world
 from mirrorquant.train.objective import Objective
 from mirrorquant.train.task import Task
 
-__all__ = ["device", "model", "objective", "optimizer", "resolve", "start_from", "task"]
+__all__ = ["data", "device", "model", "objective", "optimizer", "resolve", "start_from", "task"]
 
 
 def device(config: Config) -> torch.device:
     """The device; auto is CUDA where there is one."""
     name = config.device
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     if not re.fullmatch(r"cpu|cuda|cuda:(0|[1-9]\d?)", name, re.ASCII):
         raise ConfigError(f"device is {name!r}, but it must be auto, cpu, cuda or cuda:N")
-    found = torch.device(name)
+    if ":" in name and world().size > 1:
+        raise ConfigError(f"device is {name!r}, but several processes need a GPU each: use device=cuda")
+    found = torch.device(name, local_rank()) if name == "cuda" else torch.device(name)
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
     return found
@@ -70,6 +75,8 @@ def start_from(file: str, model: nn.Module) -> None:
         if name not in own:
             remedy = "its batch norm is affine: add affine=true" if norm else "it must be of the same network"
             raise ConfigError(f"init {file} has {name}, which the model has not: {remedy}")
+        if name not in saved and leaf == "num_batches_tracked":  # older checkpoints have none
+            continue
         if name not in saved:
             remedy = "its batch norm is not affine: add affine=false" if norm else "it must be of the same network"
             raise ConfigError(f"init {file} has no {name}, which the model has: {remedy}")
@@ -118,12 +125,30 @@ def optimizer(config: Config, model: nn.Module, batches_per_epoch: int) -> Mirro
     try:
         if config.method != "ref":  # the paper quantizes everything; in a custom model, some parameters must stay float
             groups = split(model, skip=config.skip, everything=":" not in config.model)
+        groups = groups if config.decay_norms else _norms_apart(groups, model)
         base: torch.optim.Optimizer = classes[config.optimizer](groups, **options)
         with unwarned():  # the paper's ternary networks start at zero, by design; the end of a run reports problems
             return MirrorDescent(base, method=config.build_method(), anneal=config.build_beta(batches_per_epoch))
     except ValueError as error:
         about = f"skip is {','.join(config.skip)}" if config.skip else f"model {config.model}"
         raise ConfigError(f"{about}: {error}") from error
+
+
+def _norms_apart(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+    """The same groups, with the parameters of normalization layers in groups of their own, without weight decay."""
+    norms = {p for m in model.modules() if isinstance(m, NORMS) for p in m.parameters(recurse=False)}
+    found = []
+    for group in groups:
+        why = group.get("why") or [""] * len(group["params"])
+        for apart in (False, True):
+            own = [
+                (named, text) for named, text in zip(group["params"], why, strict=True) if (named[1] in norms) == apart
+            ]
+            if own:
+                params, texts = (list(column) for column in zip(*own, strict=True))
+                changed = {"params": params, **({"why": texts} if "why" in group else {})}
+                found.append({**group, **changed, **({"weight_decay": 0.0} if apart else {})})
+    return found
 
 
 def objective(config: Config, classes: int, device: torch.device) -> Objective:
@@ -140,21 +165,52 @@ def objective(config: Config, classes: int, device: torch.device) -> Objective:
     return Objective(**{**options, "teacher": teacher})
 
 
-def task(config: Config, *, download: bool = True, init: bool = True) -> Task:
+def data(config: Config, *, download: bool = True, say: Callable[[str], None] = print) -> Data:
+    """The images, where the configuration wants them, at the size that it wants."""
+    found = load_data(config.data, config.data_root, download=download)
+    if config.image_size:
+        found = found.resized(config.image_size)
+    if config.train_on == "all":
+        found = found.joined()
+    if config.cache:
+        if not isinstance(found.train, Photos):
+            raise ConfigError(f"cache is {config.cache}, but the images of {config.data} are in memory: leave it out")
+        found = cached(found, Path(config.cache), say)
+    return found.to(device(config))
+
+
+def task(
+    config: Config,
+    *,
+    download: bool = True,
+    init: bool = True,
+    world: World = ALONE,
+    say: Callable[[str], None] = print,
+) -> Task:
     """Everything that an engine needs, on the device of the configuration.
 
     A run that goes on from a checkpoint needs neither ``download`` nor ``init``, the file of pretrained weights.
     """
     place = device(config)
-    data = load_data(config.data, config.data_root, download=download).to(place)
-    classes = len(data.classes)
+    with world.first():
+        images = data(config, download=download, say=say)
+    classes, share = len(images.classes), config.accumulate * world.size
+    if config.batch_size % share:
+        parts = f"accumulate={config.accumulate} and {world.size} processes"
+        raise ConfigError(f"batch_size is {config.batch_size}, but it must be divisible by {share} for {parts}")
+    options: dict[str, Any] = {"batch_size": config.batch_size, "seed": config.seed, "augment": config.augment}
     try:
-        loader = Loader(data, batch_size=config.batch_size, seed=config.seed, augment=config.augment)
+        loader = load_batches(images, **options, part=world.part, workers=config.workers)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    network = model(config, classes, data.shape[0])
+    config = config.timed(loader.batches_per_epoch)
+    network = model(config, classes, images.shape[0])
     if init and config.init:
         start_from(config.init, network)
+    if config.sync_norms:
+        if place.type != "cuda":
+            raise ConfigError("sync_norms needs CUDA: on a CPU torch has no batch norm over several processes")
+        network = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
     network.to(place)
     channels_last = config.channels_last
     if channels_last is None:
@@ -165,13 +221,15 @@ def task(config: Config, *, download: bool = True, init: bool = True) -> Task:
         model=network,
         opt=optimizer(config, network, loader.batches_per_epoch),
         loader=loader,
-        data=data,
+        data=images,
         objective=objective(config, classes, place),
         lr=config.build_lr(),
         device=place,
         dtype=getattr(torch, resolve(config).precision),
         channels_last=channels_last,
         compile=place.type == "cuda" if config.compile is None else config.compile,
+        accumulate=config.accumulate,
+        world=world,
     )
 
 

@@ -35,6 +35,8 @@ VERSION = 2
 _OWN = "MODULE:CLASS"
 _LARGEST_LR = 100.0  # multiplied by the largest beta, and by ten for Adam's first step, it is still a float32
 _LARGEST_BETA = 1e35
+_INTERVALS = ("lr_interval", "beta_interval", "warmup")  # in iterations
+_STRETCHED = (*_INTERVALS, "beta_scale", "pq_rate")
 _REMEDY = "a run's configuration cannot be edited: start a new run with key=value overrides"
 _IMPORT = "python -c 'import MODULE, sys; from mirrorquant.cli import main; sys.exit(main())' COMMAND ..."
 
@@ -97,11 +99,15 @@ class Config:
     # The images, and the network. The keys of the section model are options of the function that builds it.
     data: str = _data("digits", "data set")
     augment: str = _data("", "augmentation: crop-flip, shift, none ...; empty for the default of the data set")
+    train_on: str = _data("train", "train, or all: the validation images too", choices=("train", "all"))
+    image_size: int = _data(0, "side of images that are streamed from files; 0 for the usual", least=0, most=1024)
     model: str = _model("digitsnet", "network, or MODULE:FUNCTION for a custom one")
     init: str = _model("", "start from these weights: a state_dict by torch.save, *.safetensors, or a run")
     affine: bool = _model(False, "batch norm with learnable parameters")
     stem_stride: int = _model(1, "stride of the first convolution", least=1, most=4096)
     width: int = _model(32, "channels of the first convolution", least=1, most=4096)
+    stem: str = _model("cifar", "first layers for small images, or for ImageNet's", choices=("cifar", "imagenet"))
+    prelu: bool = _model(False, "PReLU after each block of Bi-Real Net")
 
     # How weights are quantized.
     method: str = _method("md-tanh-s", f"method, or {_OWN} for your own")
@@ -115,6 +121,7 @@ class Config:
     momentum: float = _optimizer(0.9, "momentum of SGD", least=0, most=1e35, used="optimizer=sgd")
     nesterov: bool = _optimizer(False, "Nesterov momentum", used="optimizer=sgd")
     weight_decay: float = _optimizer(0.0, "weight decay; AdamW decouples it from the gradient", least=0, most=1e35)
+    decay_norms: bool = _optimizer(True, "weight decay on the parameters of batch norm, too", used="weight_decay!=0.0")
     lr_schedule: str = _optimizer("step", "learning rate over time", choices=(*_LR_SCHEDULES, _OWN))
     lr_scale: float = _optimizer(1.0, "factor every lr_interval", least=1e-300, most=1e300, used=_lr("scale"))
     lr_interval: int = _optimizer(30000, "iterations; see lr_scale", least=1, used=_lr("every"))
@@ -139,9 +146,13 @@ class Config:
 
     # Training, and its arithmetic; auto is chosen for speed.
     iterations: int = _training(100000, "training steps", least=1, most=1e15)
+    epochs: float = _training(0.0, "passes over the training images, in place of iterations", least=0, most=1e9)
     rescale: bool = _training(True, "other iterations than the recipe's stretch its schedules of lr and β")
-    batch_size: int = _training(128, "images per step", least=1)
-    eval_every: int = _training(100, "iterations between validations of the rounded network", least=1)
+    batch_size: int = _training(128, "images per step, of all processes together", least=1)
+    accumulate: int = _training(1, "parts of a batch that are computed one after the other, to save memory", least=1)
+    sync_norms: bool = _training(False, "batch norm over the images of all processes (SyncBatchNorm, on CUDA)")
+    keep: str = _training("best", "network to test and store: best on validation, or last", choices=("best", "last"))
+    eval_every: int = _training(100, "iterations between validations of the rounded network; 0 for an epoch", least=0)
     recalibrate: int = _training(0, "batches to recompute the final batch-norm statistics from; 0 keeps them", least=0)
     seed: int = _training(0, "of initial weights and batches", least=-(2**63), most=2**63 - 1)
     precision: str = _training("auto", "bfloat16 is autocast, auto on CUDA", choices=("auto", "float32", "bfloat16"))
@@ -152,6 +163,8 @@ class Config:
     # Where it is computed.
     device: str = _machine("auto", "cpu, cuda or cuda:N; auto is CUDA if there is one")
     data_root: str = _machine("data", "folder of the data sets")
+    cache: str = _machine("", "folder for decoded copies of image files, made once; empty for none")
+    workers: int = _machine(-1, "processes that read image files; -1 for one per core", least=-1, most=1024)
     threads: int = _machine(0, "on the CPU; 0 for torch's choice", least=0, most=1024)
     engine: str = _machine("auto", "graph is a CUDA graph, auto on CUDA", choices=("auto", "plain", "graph", "eager"))
 
@@ -163,6 +176,7 @@ class Config:
     # Where the configuration comes from; cannot be overridden.
     recipe: str = _origin("", "name of the recipe")
     paper: float = _origin(0.0, "test accuracy in the paper's table, in percent")
+    paper_top5: float = _origin(0.0, "top-5 accuracy in the paper's table, in percent")
     note: str = _origin("", "how the recipe differs from the paper")
     overrides: dict[str, Any] = _origin({}, "keys that were set beside the recipe")  # noqa: RUF009
 
@@ -171,6 +185,8 @@ class Config:
             each.check(name, self[name])
         if self.warmup >= self.iterations:
             raise ConfigError(f"warmup is {self.warmup}, but it must be below iterations, {self.iterations}")
+        if self.train_on == "all" and self.keep == "best":
+            raise ConfigError("train_on=all leaves no images to choose the best network by: add keep=last")
         try:
             self.build_method()
             lr, beta = self.build_lr(), self.build_beta(1)
@@ -203,10 +219,36 @@ class Config:
         from mirrorquant.train import recipes  # which checks its files against the keys
 
         changed = dict(map(_parse, overrides))
-        return cls(**{**rescaled(recipes.get(name), changed), "recipe": name, **changed, "overrides": changed})
+        recipe = rescaled(recipes.get(name), changed)
+        if "iterations" in changed:
+            recipe.pop("epochs", None)
+            if changed.get("epochs"):
+                raise ConfigError("iterations and epochs both say how long training is: leave one of them out")
+        return cls(**{**recipe, "recipe": name, **changed, "overrides": changed})
 
     def __getitem__(self, name: str) -> Any:
         return vars(self)[name]
+
+    def timed(self, batches_per_epoch: int) -> Config:
+        """The configuration with the iterations that ``epochs`` mean, to which schedules are stretched.
+
+        >>> config = Config(epochs=2.0, iterations=1000, warmup=100, beta_interval=10, eval_every=0).timed(250)
+        >>> config.iterations, config.warmup, config.beta_interval, config.eval_every
+        (500, 50, 5, 250)
+        """
+        iterations = max(1, round(self.epochs * batches_per_epoch)) if self.epochs else self.iterations
+        return self._stretched(iterations, batches_per_epoch)
+
+    def like(self, begun: Config) -> Config:
+        """The configuration with the iterations of a run that may have begun with it."""
+        return self._stretched(begun.iterations if self.epochs else self.iterations, begun.eval_every)
+
+    def _stretched(self, iterations: int, batches_per_epoch: int) -> Config:
+        values: dict[str, Any] = {"iterations": iterations, "eval_every": self.eval_every or batches_per_epoch}
+        if self.epochs:
+            stretched = rescaled(vars(self), {**self.overrides, "iterations": iterations})
+            values |= {name: stretched[name] for name in _STRETCHED if name not in self.overrides}
+        return dataclasses.replace(self, **values)
 
     def record(self) -> dict[str, Any]:
         """All values with the version, for files; :func:`upgrade` reads it."""
@@ -218,8 +260,8 @@ class Config:
         >>> Config().moved(["lr=0.1"])
         Traceback (most recent call last):
         ...
-        mirrorquant.train.config.ConfigError: lr cannot change when a run resumes, only device, data_root, threads,
-        engine, log_every, histogram_every, checkpoint_every: start a new run
+        mirrorquant.train.config.ConfigError: lr cannot change when a run resumes, only device, data_root, cache,
+        workers, threads, engine, log_every, histogram_every, checkpoint_every: start a new run
         """
         free = [name for name, each in KEYS.items() if each.section in ("machine", "logging")]
         changed = dict(map(_parse, overrides))
@@ -348,7 +390,7 @@ def rescaled(recipe: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str,
     KEYS["iterations"].check("iterations", after)
     if before == after or not {"rescale": True, **recipe, **changed}["rescale"]:
         return new
-    for name in new.keys() & {"lr_interval", "beta_interval", "warmup"}:
+    for name in new.keys() & set(_INTERVALS):
         new[name] = max(1, round(recipe[name] * after / before)) if recipe[name] else 0
     if "warmup" in new:
         new["warmup"] = min(new["warmup"], after - 1)

@@ -7,10 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed import DistError
 
 from mirrorquant._text import first_line
+from mirrorquant.data import DataError
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.train import compiling
+from mirrorquant.train.distributed import statistics
+from mirrorquant.train.evaluate import Score
 from mirrorquant.train.task import Task
 
 __all__ = ["EngineError", "PlainEngine", "Unsupported", "choose"]
@@ -48,23 +52,27 @@ class PlainEngine:
             group["lr"] = task.lr(k)
         task.model.train()
         task.opt.zero_grad()
-        try:
-            with task.autocast():
-                loss = task.objective(self.network(batch.images), batch)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            problem = f"{type(task.model).__name__} cannot train on batches of {len(batch.labels)} from {task.data}"
-            raise EngineError(f"{problem}: {first_line(error)}") from error
-        if task.device.type == "cpu" and not bool(torch.isfinite(loss)):
-            raise FloatingPointError
-        loss.backward()  # type: ignore[no-untyped-call]
+        for part in batch.split(task.accumulate):
+            try:
+                with task.autocast():
+                    loss = task.objective(self.network(part.images), part) / task.accumulate
+            except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                problem = f"{type(task.model).__name__} cannot train on batches of {len(part.labels)} from {task.data}"
+                raise EngineError(f"{problem}: {first_line(error)}") from error
+            if task.device.type == "cpu" and not bool(torch.isfinite(loss)):
+                raise FloatingPointError
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.losses += loss.detach()
+        if task.world.size > 1:
+            grads = [p.grad for p in task.model.parameters() if p.grad is not None]
+            task.world.average([*grads, *statistics(task.model)])
         try:
             task.opt.step()
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, TypeError, ArithmeticError, AssertionError) as error:  # of a forged state
             raise EngineError(f"{error}. The last checkpoint is intact") from error
-        self.losses += loss.detach()
 
-    def score(self) -> tuple[float, float]:
-        """Accuracy in percent and mean loss of the rounded network on the validation images."""
+    def score(self) -> Score:
+        """The score of the rounded network on the validation images."""
         with self.task.opt.quantized():
             return self.task.evaluate(self.task.data.val)
 
@@ -96,7 +104,7 @@ class _Guarded:
         except Exception as error:
             if isinstance(error, Unsupported):  # raised before anything changes
                 self.engine.sync()
-            elif self.before is None:
+            elif self.before is None or isinstance(error, (DataError, DistError)):
                 raise
             self._fall_back(error)
             self.losses.copy_(losses)
@@ -105,8 +113,9 @@ class _Guarded:
 
     def _fall_back(self, error: Exception) -> None:
         problem = f"engine=graph cannot train this ({first_line(error)})"
-        if self.strict:
-            raise EngineError(f"{problem}: use engine=auto or engine=plain") from error
+        if self.strict or self.task.world.size > 1:  # the others would go on with other messages
+            remedy = "engine=plain" if self.task.world.size > 1 else "engine=auto or engine=plain"
+            raise EngineError(f"{problem}: use {remedy}") from error
         self.say(f"{problem}: using the plain engine, which is slower")
         if self.before is not None:
             self.task.opt.load_state_dict(self.before[0])

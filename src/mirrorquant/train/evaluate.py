@@ -3,38 +3,55 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mirrorquant.data import Data, Images, clean_batches
+from mirrorquant.data import Data, Images, Photos, clean_batches
 from mirrorquant.methods import REF
 from mirrorquant.optimizer import MirrorDescent
-from mirrorquant.train.objective import Objective
+from mirrorquant.train.distributed import ALONE, World
+from mirrorquant.train.objective import SCORES, Objective
 
-__all__ = ["BATCH", "accuracy", "has_nan", "layers", "not_finite"]
+__all__ = ["BATCH", "MANY_CLASSES", "Score", "has_nan", "layers", "not_finite", "score"]
 
 BATCH = 500
+MANY_CLASSES = 100  # from which on top-5 accuracy says something
+
+
+class Score(NamedTuple):
+    """Accuracy in percent, mean cross-entropy, and the share of images with their label among the first five."""
+
+    accuracy: float
+    loss: float
+    top5: float
+
+    @classmethod
+    def of(cls, totals: Tensor, count: int) -> Score:
+        """From the sums that :meth:`Objective.tally` makes."""
+        right, among, loss = totals.tolist()
+        return cls(100 * right / count, loss / count, 100 * among / count)
 
 
 @torch.no_grad()
-def accuracy(
+def score(
     model: nn.Module,
-    images: Images,
+    images: Images | Photos,
     data: Data,
     objective: Objective = Objective(),  # noqa: B008 (frozen)
     context: torch.autocast | nullcontext[None] | None = None,
-) -> tuple[float, float]:
-    """Accuracy in percent and mean cross-entropy of a model on clean images; keeps the model's mode."""
-    mode, totals = model.training, torch.zeros(2, device=images.labels.device)
+    *,
+    world: World = ALONE,
+) -> Score:
+    """The score of a model on clean images, each process with its share of them; keeps the model's mode."""
+    mode, totals = model.training, torch.zeros(SCORES, device=images.device)
     model.eval()
     with context or nullcontext():
-        for x, y in clean_batches(images, data, BATCH):
+        for x, y in clean_batches(images, data, BATCH, part=world.part):
             totals += objective.tally(model(x), y)
     model.train(mode)
-    right, loss = totals.tolist()
-    return 100 * right / len(images), loss / len(images)
+    return Score.of(world.total(totals), len(images))
 
 
 def layers(opt: MirrorDescent) -> list[dict[str, Any]]:

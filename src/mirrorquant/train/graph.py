@@ -3,8 +3,8 @@
 A step is the plain engine's, batch for batch and formula for formula; it moves less memory and needs nothing from the
 CPU but a few numbers:
 
-- The images are on the device, and so is the plan of an epoch: the order of its images and the random numbers of its
-  augmentation. A counter on the device knows the batch.
+- Images that fit are on the device, and so is the plan of an epoch: the order of its images and the random numbers of
+  its augmentation. A counter on the device knows the batch. Streamed images are copied to the device while it computes.
 - All latents of a group are one flat tensor, and so are the optimizer's moments. The hooks of the method and the step
   of a torch optimizer of the same class over the flat tensors are compiled together, into one kernel for elementwise
   methods. A method that is not elementwise, or has a scale or more state, gets its tensors one by one.
@@ -27,13 +27,15 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from mirrorquant._text import first_line
+from mirrorquant.data import Images, Loader, StreamedLoader
 from mirrorquant.methods import REF, Method
 from mirrorquant.optimizer import MirrorDescent, beta_at
 from mirrorquant.quantized import Quantized, project, pull_back, settle
 from mirrorquant.train import beside, compiling
+from mirrorquant.train.distributed import statistics
 from mirrorquant.train.engine import PlainEngine, Unsupported
-from mirrorquant.train.evaluate import BATCH
-from mirrorquant.train.objective import Batch
+from mirrorquant.train.evaluate import BATCH, Score
+from mirrorquant.train.objective import SCORES, Batch
 from mirrorquant.train.task import Task
 
 __all__ = ["GraphEngine"]
@@ -55,7 +57,8 @@ class GraphEngine(PlainEngine):
 
     def __init__(self, task: Task, say: Callable[[str], None]) -> None:
         super().__init__(task)
-        self.say, self.loader, self.device = say, task.loader, task.device
+        self.say, self.device = say, task.device
+        self.feed = _Streamed(task) if isinstance(task.loader, StreamedLoader) else _Resident(task)
         task.model.train()
         self.knobs = torch.zeros(len(task.opt.param_groups), 4, device=self.device)
         names: dict[Tensor, str] = {p: name for name, p in task.model.named_parameters()}
@@ -68,15 +71,11 @@ class GraphEngine(PlainEngine):
             scales = [p for p in group["params"] if p not in names]
             self.masters += [(index, Master(scale, [scale], lambda t: [t])) for scale in scales]
         self.base = _flat_optimizer(task.opt, self.masters, self.knobs) if self.masters else None
-        self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.order, self.draws = (t.clone() for t in self.loader.epoch(0))
-        self.offsets = torch.arange(self.loader.batch_size, device=self.device)
-        self.planned: tuple[int, list[Tensor]] | None = None
-        self.epoch, self.next, self.unsynced, self.runs = -1, -1, 0, 0
+        self.next, self.unsynced, self.runs = -1, 0, 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.capture = self.device.type == "cuda"
         self.validation: _Validation | None = None
-        self.scores = True
+        self.scores = isinstance(task.data.val, Images) and task.world.size == 1
         if task.compile:
             torch.compiler.reset()  # or the graphs of earlier runs in this process would count against the limit
         self._forward = compiling.compiled(self._loss, task.compile)
@@ -89,9 +88,7 @@ class GraphEngine(PlainEngine):
 
     def step(self, k: int) -> None:
         """Trains on batch k; in order, but any k may be the first."""
-        epoch, place = divmod(k, self.loader.batches_per_epoch)
-        if epoch != self.epoch or k != self.next:
-            self._begin(epoch, place)
+        self.feed.begin(k)
         self._fill_knobs(k)
         if self.graph is None and self.capture and self.runs >= WARM_UP:
             self.graph = self.captured(self._step, "this step")
@@ -101,11 +98,10 @@ class GraphEngine(PlainEngine):
             with self.beside():
                 self._step()
         self.next, self.unsynced, self.runs = k + 1, self.unsynced + 1, self.runs + 1
-        if place == self.loader.batches_per_epoch // 2:
-            self.planned = epoch + 1, self._plan(epoch + 1)  # while the device is busy
+        self.feed.look_ahead(k + 1)  # while the device is busy
 
-    def score(self) -> tuple[float, float]:
-        """Accuracy in percent and mean loss of the rounded network on the validation images."""
+    def score(self) -> Score:
+        """The score of the rounded network on the validation images."""
         if self.scores:
             try:
                 self.validation = self.validation or _Validation(self)
@@ -129,25 +125,8 @@ class GraphEngine(PlainEngine):
             group["lr"] = lr
         opt.arrive(self.next)
         for norm in self._norms():
-            norm.num_batches_tracked.add_(self.unsynced)  # type: ignore[union-attr]
+            norm.num_batches_tracked.add_(self.unsynced * self.task.accumulate)  # type: ignore[union-attr]
         self.unsynced = 0
-
-    # An epoch.
-
-    def _begin(self, epoch: int, place: int) -> None:
-        """Copies the epoch's plan to the device."""
-        planned, self.planned = self.planned, None
-        if planned is None or planned[0] != epoch:
-            planned = epoch, self._plan(epoch)
-        for tensor, host in zip((self.order, self.draws), planned[1], strict=True):
-            tensor.copy_(host, non_blocking=True)
-        self.place.fill_(place)
-        self.epoch = epoch
-
-    def _plan(self, epoch: int) -> list[Tensor]:
-        """The order of the images and the random numbers of their augmentation, on the CPU."""
-        plan = list(self.loader.plan(epoch))
-        return [t.pin_memory() for t in plan] if self.device.type == "cuda" else plan
 
     def _fill_knobs(self, k: int) -> None:
         """β, the next β and the learning rate of each group, computed in double precision as everywhere."""
@@ -161,25 +140,30 @@ class GraphEngine(PlainEngine):
     # A step.
 
     def _step(self) -> None:
-        with _hidden_counters(self._norms()), beside.convolutions():
-            loss = self._forward(self.weights, self.place)
-            leaves = [w for part in self.moving for w in part.weights.values()]
-            grads = list(torch.autograd.grad(loss, leaves)) if leaves else []
-            beside.join()
+        count, world = self.task.accumulate, self.task.world
+        leaves = [w for part in self.moving for w in part.weights.values()]
+        for i in range(count):
+            with _hidden_counters(self._norms()), beside.convolutions():
+                loss = self._forward(self.weights, *self.feed.share(i))
+                grads = list(torch.autograd.grad(loss, leaves)) if leaves else []
+                beside.join()
+            with torch.no_grad():
+                for part in self.moving:
+                    part.take_gradients([grads.pop(0) for _ in part.weights], add=i > 0)
+                self.losses += loss.detach()
         with torch.no_grad():
-            for part in self.moving:
-                part.take_gradients([grads.pop(0) for _ in part.weights])
+            if world.size > 1:
+                world.average([*(part.gradient for part in self.moving), *statistics(self.task.model)])
             self._move()
-            self.losses += loss.detach()
-            self.place += 1
+            self.feed.end()
 
-    def _loss(self, weights: dict[str, Tensor], place: Tensor) -> Tensor:
+    def _loss(self, weights: dict[str, Tensor], *share: Tensor) -> Tensor:
         """Batch, augmentation, forward pass and loss: one function, so that they compile together."""
-        chosen = place * self.loader.batch_size + self.offsets
-        images, labels = self.loader.compose(self.order[chosen], self.draws[chosen])
+        images, labels = self.feed.compose(*share)
         batch = Batch(self.task.laid_out(images), labels)
         with self.task.autocast():
-            return self.task.objective(functional_call(self.task.model, weights, (batch.images,)), batch)
+            loss = self.task.objective(functional_call(self.task.model, weights, (batch.images,)), batch)
+        return loss / self.task.accumulate
 
     def _update(self) -> None:
         """``MirrorDescent.step`` on flat tensors."""
@@ -197,7 +181,7 @@ class GraphEngine(PlainEngine):
         graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self.device.index or 0]
         before = generator.clone_state()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode=self.feed.capture):
                 work()
         except RuntimeError as error:
             generator.graphsafe_set_state(before)  # or it would believe that the capture goes on
@@ -221,23 +205,126 @@ class GraphEngine(PlainEngine):
         return [m for m in norms if m.num_batches_tracked is not None and m.momentum is not None]
 
 
+class _Resident:
+    """Batches of images that are on the device: the plan of an epoch is there too, and a counter of its batches."""
+
+    capture = "global"
+
+    def __init__(self, task: Task) -> None:
+        assert isinstance(task.loader, Loader)
+        self.loader, self.device, self.count = task.loader, task.device, task.accumulate
+        self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.order, self.draws = (t.clone() for t in self.loader.epoch(0))
+        rank, processes = task.world.part
+        self.offsets = torch.arange(self.loader.batch_size, device=self.device).chunk(processes)[rank].chunk(self.count)
+        self.planned: tuple[int, list[Tensor]] | None = None
+        self.next = -1
+
+    def begin(self, k: int) -> None:
+        """Copies the plan of an epoch to the device where one starts, or training does."""
+        epoch, place = divmod(k, self.loader.batches_per_epoch)
+        if place == 0 or k != self.next:
+            planned, self.planned = self.planned, None
+            if planned is None or planned[0] != epoch:
+                planned = epoch, self._plan(epoch)
+            for tensor, host in zip((self.order, self.draws), planned[1], strict=True):
+                tensor.copy_(host, non_blocking=True)
+            self.place.fill_(place)
+        self.next = k + 1
+
+    def look_ahead(self, k: int) -> None:
+        """Plans the next epoch in the middle of one."""
+        epoch, place = divmod(k - 1, self.loader.batches_per_epoch)
+        if place == self.loader.batches_per_epoch // 2:
+            self.planned = epoch + 1, self._plan(epoch + 1)
+
+    def _plan(self, epoch: int) -> list[Tensor]:
+        """The order of the images and the random numbers of their augmentation, on the CPU."""
+        plan = list(self.loader.plan(epoch))
+        return [t.pin_memory() for t in plan] if self.device.type == "cuda" else plan
+
+    def share(self, i: int) -> tuple[Tensor, ...]:
+        """The counter, and part i of the places in a batch."""
+        return self.place, self.offsets[i]
+
+    def compose(self, place: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and labels of a part."""
+        chosen = place * self.loader.batch_size + offsets
+        return self.loader.compose(self.order[chosen], self.draws[chosen])
+
+    def end(self) -> None:
+        """Counts the batch."""
+        self.place += 1
+
+
+class _Streamed:
+    """Batches that come from files: each is copied to the device on its own stream, beside the step before it."""
+
+    capture = "thread_local"  # a thread of the loader pins memory meanwhile
+
+    def __init__(self, task: Task) -> None:
+        assert isinstance(task.loader, StreamedLoader)
+        self.loader, self.device, self.count = task.loader, task.device, task.accumulate
+        count = task.loader.batch_size // task.world.size
+        images = torch.zeros(count, *task.data.shape, dtype=torch.uint8, device=self.device)
+        images = images.contiguous(memory_format=torch.channels_last)
+        self.batch = [images, torch.zeros(count, dtype=torch.int64, device=self.device)]
+        self.next_batch, self.ready = [t.clone() for t in self.batch], -1
+        self.stream: Any = None
+        if self.device.type == "cuda":
+            self.stream, self.taken = torch.cuda.Stream(self.device), torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def begin(self, k: int) -> None:
+        """Puts batch k where the step reads it."""
+        if self.ready != k:
+            self.look_ahead(k)
+        if self.stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        for tensor, new in zip(self.batch, self.next_batch, strict=True):
+            tensor.copy_(new)
+        if self.stream is not None:
+            self.taken.record()
+
+    def look_ahead(self, k: int) -> None:
+        """Waits for batch k from the workers, and copies it; not before the step before it has begun."""
+        if self.stream is not None:
+            self.taken.synchronize()
+        arrived = self.loader.raw(k)
+        with torch.cuda.stream(self.stream):  # no other one for None
+            for tensor, host in zip(self.next_batch, arrived, strict=True):
+                tensor.copy_(host, non_blocking=True)
+        self.ready = k
+
+    def share(self, i: int) -> tuple[Tensor, ...]:
+        """Part i of the images and labels."""
+        return self.batch[0].chunk(self.count)[i], self.batch[1].chunk(self.count)[i]
+
+    def compose(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The images as the network takes them."""
+        return self.loader.data.normalise(images), labels
+
+    def end(self) -> None:
+        """Nothing: the host counts batches."""
+
+
 class _Validation:
     """Rounds the latents and evaluates the network that they give, in one CUDA graph."""
 
     def __init__(self, engine: GraphEngine) -> None:
         task, self.engine = engine.task, engine
+        assert isinstance(task.data.val, Images)
         self.images = task.data.val
         self.rounded = [(part, torch.zeros_like(part.image)) for part in engine.moving]
         self.weights = {name: weight.detach() for name, weight in engine.weights.items()}
         for part, image in self.rounded:
             self.weights |= dict(zip(part.weights, part.views(image), strict=True))
-        self.totals = torch.zeros(2, device=engine.device)
+        self.totals = torch.zeros(SCORES, device=engine.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self._tally = compiling.compiled(self._batch, task.compile)
         self._round = compiling.compiled(self._rounding, task.compile)
 
     @torch.no_grad()
-    def __call__(self) -> tuple[float, float]:
+    def __call__(self) -> Score:
         if self.graph is not None:
             self.graph.replay()
         else:
@@ -245,8 +332,7 @@ class _Validation:
                 self._run()
             if self.engine.capture:
                 self.graph = self.engine.captured(self._run, "validation")
-        right, loss = self.totals.tolist()
-        return 100 * right / len(self.images), loss / len(self.images)
+        return Score.of(self.totals, len(self.images))
 
     def _run(self) -> None:
         model = self.engine.task.model
@@ -354,10 +440,15 @@ class Part:
         parts = [flat[..., a : a + p.numel()] for a, p in zip(self.starts, self.layout, strict=True)]
         return [_shape(part, p) for part, p in zip(parts, self.layout, strict=True)]
 
-    def take_gradients(self, grads: list[Tensor]) -> None:
-        """Copies the gradients of the weights into that of the image."""
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient of the image."""
         assert self.image.grad is not None
-        torch._foreach_copy_(self.views(self.image.grad), grads)
+        return self.image.grad
+
+    def take_gradients(self, grads: list[Tensor], *, add: bool = False) -> None:
+        """Copies the gradients of the weights into that of the image, or adds them to it."""
+        (torch._foreach_add_ if add else torch._foreach_copy_)(self.views(self.gradient), grads)
 
 
 def _parts(opt: MirrorDescent, index: int, names: dict[Tensor, str], dtype: torch.dtype) -> list[Part]:

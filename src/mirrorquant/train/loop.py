@@ -24,14 +24,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from mirrorquant._version import __version__
 from mirrorquant.calibration import recalibrate
 from mirrorquant.health import health, unwarned
-from mirrorquant.train import build, checkpoint, evaluate, process
+from mirrorquant.train import build, checkpoint, distributed, evaluate, process
 from mirrorquant.train.config import Config
 from mirrorquant.train.engine import PlainEngine, _Guarded, choose
-from mirrorquant.train.metrics import Metrics
+from mirrorquant.train.metrics import Metrics, NoMetrics
 from mirrorquant.train.progress import Progress
 from mirrorquant.train.run_folder import BEST, CHECKPOINT, RunError, RunFolder
 
@@ -67,44 +68,61 @@ class Run:
     def __init__(
         self, config: Config, folder: str | os.PathLike[str], *, quiet: bool = False, resumed: bool = False
     ) -> None:
-        self.folder, self.messages = RunFolder(folder), list[str]()
-        self.progress = Progress(config.recipe or f"{config.data} {config.method}", config.iterations, quiet=quiet)
-        self.folder.lock()
+        self.world, self.folder, self.messages = distributed.world(), RunFolder(folder), list[str]()
+        title, quiet = config.recipe or f"{config.data} {config.method}", quiet or not self.world.chief
+        self.progress = Progress(title, config.iterations, quiet=quiet)
+        if self.world.chief:
+            self.folder.lock()
         try:
-            if not resumed and self.folder.begun:
+            if self.world.shared(not resumed and self.folder.begun):
                 raise RunError(f"{folder} already holds a run: continue it with --resume, or choose another --out")
-            self.config = config if resumed else build.resolve(config)
-            init = not resumed or not self.folder.checkpoints
-            self.task = build.task(config, download=not resumed, init=init)  # a run from elsewhere starts no download
-            self.folder.write("config.json", self.config.text())
+            init = not resumed or not self.world.shared(self.folder.checkpoints)
+            # A run from elsewhere starts no download.
+            self.task = build.task(config, download=not resumed, init=init, world=self.world, say=self.say)
+            self.config = config if resumed else build.resolve(config).timed(self.task.loader.batches_per_epoch)
+            self.progress.total = self.config.iterations
+            if self.world.chief:
+                self.folder.write("config.json", self.config.text())
         except BaseException:
             self.folder.release()
             raise
         self.clock, self.saved = process.Clock(self.task.device), time.monotonic()
-        self.beta = config.build_beta(self.task.loader.batches_per_epoch)
+        self.beta = self.config.build_beta(self.task.loader.batches_per_epoch)
+        say = self.say if self.world.chief else process.say_apart
+        self.supply = process.Supply(self.task.loader, say, cached=bool(config.cache))
         self.step, self.logged, self.best_step, self.best_accuracy = 0, 0, -1, -1.0
         self.best: dict[str, Tensor] = {}
 
     @classmethod
     def resume(cls, folder: str | os.PathLike[str], overrides: Sequence[str] = (), *, quiet: bool = False) -> Run:
         """The run of a folder, to be continued with ``train``; it may move, as with ``["device=cuda"]``."""
-        return cls(RunFolder(folder).config().moved(overrides), folder, quiet=quiet, resumed=True)
+        config = RunFolder(folder).config() if distributed.world().chief else None
+        shared = distributed.world().shared(config)
+        assert shared is not None
+        return cls(shared.moved(overrides), folder, quiet=quiet, resumed=True)
 
     def train(self) -> dict[str, Any]:
         """Trains to the end, from the newest checkpoint if there is one, and returns the summary."""
         with ExitStack() as stack:
             stack.callback(self.folder.release)
+            stack.callback(self.task.close)
             stack.enter_context(process.settings(self.config, self.task.device))
             with self.progress, process.signals() as stop:
                 self._restore()
                 stack.callback(self.metrics.close)
                 while self.step < self.config.iterations:
-                    if stop:
+                    if number := self._asked_to_stop(stop):
                         self._save()
-                        raise Interrupted(stop[0], self.step, self.folder)
+                        raise Interrupted(number, self.step, self.folder)
                     self.advance()
                     self._follow_up()
             return self._finish()
+
+    def _asked_to_stop(self, signals: list[int]) -> int:
+        """The number of a signal, or 0; several processes ask one another now and then, to stop at the same step."""
+        if self.world.size > 1 and self.step % self.config.log_every:
+            return 0
+        return self.world.largest(max(signals, default=0), self.task.device)
 
     def advance(self) -> None:
         """One iteration; its loss is added to the engine's ``losses``."""
@@ -130,9 +148,17 @@ class Run:
             self.progress.update(self.step, text + best)
         if config.histogram_every and (self.step % config.histogram_every == 0 or self.step == 1):
             self._histograms()
-        every, since = config.checkpoint_every, time.monotonic() - self.saved
-        if self.step % every == 0 if every else since > CHECKPOINT_SECONDS:
+        if self._checkpoint_is_due():
             self._save()
+
+    def _checkpoint_is_due(self) -> bool:
+        """Every so many iterations, or once per minute; several processes agree on the minute when they log."""
+        if self.config.checkpoint_every:
+            return self.step % self.config.checkpoint_every == 0
+        late = time.monotonic() - self.saved > CHECKPOINT_SECONDS
+        if self.world.size > 1:
+            return not self.step % self.config.log_every and bool(self.world.largest(int(late), self.task.device))
+        return late
 
     @functools.cached_property
     def engine(self) -> PlainEngine | _Guarded:
@@ -140,7 +166,7 @@ class Run:
         return choose(self.task, self.config.engine, self.say)
 
     def say(self, message: str) -> None:
-        """Shows a message beside the progress, and keeps it."""
+        """Shows a message beside the progress, and keeps it; of several processes, the first does."""
         self.messages.append(message)
         self.progress.say(message)
 
@@ -156,21 +182,24 @@ class Run:
     def _log(self) -> str:
         """Records the mean loss of the iterations since the last record, and returns the text to show."""
         seconds, losses = self.clock.seconds, self.engine.losses
-        loss = float(losses) / (self.step - self.logged)
+        loss = float(self.world.total(losses)) / (self.step - self.logged) / self.world.size
         losses.zero_()
         self.logged = self.step
         if not math.isfinite(loss):
             raise self._diverged(self.step - 1)
         lr, beta = self.task.lr(self.step - 1), 1.0 if self.config.method == "ref" else self.beta(self.step)
-        self.metrics.write("train", self.step, loss=loss, lr=lr, beta=beta, seconds=round(seconds, 3))
+        supply = self.supply.record(seconds)
+        self.metrics.write("train", self.step, loss=loss, lr=lr, beta=beta, seconds=round(seconds, 3), **supply)
         return f"loss {loss:.3f}  beta {beta:.3g}"
 
     def _validate(self) -> None:
         with self.clock.apart("validation"):
-            accuracy, loss = self.engine.score()
-        self.metrics.write("val", self.step, accuracy=accuracy, loss=loss)
-        if accuracy >= self.best_accuracy:  # of equals the later one, which is closer to its levels
-            self.best_accuracy, self.best_step = accuracy, self.step
+            score = self.engine.score()
+        self.metrics.write("val", self.step, **score._asdict())
+        last = self.step == self.config.iterations
+        # Of equals the later one, which is closer to its levels.
+        if last if self.config.keep == "last" else score.accuracy >= self.best_accuracy:
+            self.best_accuracy, self.best_step = score.accuracy, self.step
             self.engine.sync()
             with self.task.opt.quantized():
                 self.best = copy.deepcopy({k: v.detach() for k, v in self.task.model.state_dict().items()})
@@ -197,40 +226,50 @@ class Run:
     # Checkpoints.
 
     def _save(self) -> None:
-        """Writes everything that the run needs to continue."""
-        self.saved, device = time.monotonic(), self.task.device
+        """Writes everything that the run needs to continue; all processes have the same, so the first one does."""
+        self.saved = time.monotonic()
         with self.clock.apart("checkpoints"):
             if evaluate.has_nan(self.task.opt):  # a graph does not look at its gradients
                 raise self._diverged(self.step)
             self.engine.sync()
-            state = {
-                **{name: getattr(self, name) for name in _COUNTS},
-                "seconds": self.clock.seconds,
-                "aside": self.clock.aside,
-                "losses": self.engine.losses,
-                "model": self.task.model.state_dict(),
-                "optimizer": self.task.opt.state_dict(),
-                "rng": torch.get_rng_state(),
-                **({"cuda_rng": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}),
-                "metrics": self.metrics.digest.hexdigest(),
-                "config": self.config.text(),
-            }
-            self.metrics.sync()
-            self.folder.write_checkpoint(state)
+            self.world.average([self.engine.losses])
+            if self.world.chief:
+                self.metrics.sync()
+                self.folder.write_checkpoint(self._state())
+
+    def _state(self) -> dict[str, Any]:
+        device = self.task.device
+        return {
+            **{name: getattr(self, name) for name in _COUNTS},
+            "seconds": self.clock.seconds,
+            "aside": self.clock.aside,
+            "losses": self.engine.losses,
+            "model": self.task.model.state_dict(),
+            "optimizer": self.task.opt.state_dict(),
+            "rng": torch.get_rng_state(),
+            **({"cuda_rng": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}),
+            "metrics": self.metrics.digest.hexdigest(),
+            "config": self.config.text(),
+        }
 
     def _restore(self) -> None:
-        """Continues from the newest checkpoint that fits, if there is one."""
+        """Continues from the newest checkpoint that fits, if there is one; the first process reads it for all."""
         self.clock, metrics = process.Clock(self.task.device), self.folder.path / "metrics.jsonl"
         digest = ""
-        if (found := self.folder.restore(self._load, self.say)) is not None:
+        if self.world.chief and (found := self.folder.restore(self._load, self.say)) is not None:
             losses, digest = found
             self.engine.losses.fill_(losses)
             self.say(f"continuing after iteration {self.step}")
             if self.step and not metrics.exists():
                 self.say(f"{metrics} is missing: the curves begin here")
-        elif metrics.exists():
+        elif self.world.chief and metrics.exists():
             self.say(f"there is no checkpoint in {self.folder.path}: starting over")
-        self.metrics = Metrics(self.folder.path, self.step, digest)
+        self.metrics = Metrics(self.folder.path, self.step, digest) if self.world.chief else NoMetrics()
+        if self.world.size > 1:
+            state = self.world.shared(tree_map_only(Tensor, Tensor.cpu, self._state() if self.world.chief else {}))
+            if not self.world.chief:
+                losses, _ = self._load(state)  # before there is an engine, which starts from the model as it is
+                self.engine.losses.fill_(losses)
         self.saved = time.monotonic()
         self.progress.begin(self.step)
 
@@ -260,6 +299,8 @@ class Run:
         if cuda and "cuda_rng" in state:
             torch.cuda.set_rng_state(state["cuda_rng"], task.device)
         state.setdefault("logged", task.opt.steps - task.opt.steps % theirs.log_every)
+        if not (0 <= state["logged"] <= state["step"] and -1 <= state["best_step"] <= state["step"]):
+            raise ValueError("it counts more than the steps that were taken")
         for name in _COUNTS:
             setattr(self, name, type(getattr(self, name))(state[name]))
         self.clock.earlier = float(state["seconds"])
@@ -274,24 +315,27 @@ class Run:
         """Tests the last network, soft and rounded, and the best one, and writes the best one and the summary."""
         self._save()
         seconds, task, config = self.clock.seconds, self.task, self.config
-        soft, _ = task.evaluate(task.data.test)
+        soft = task.evaluate(task.data.test)
         gaps = health(task.opt).gaps
         with task.opt.quantized():
-            last, _ = task.evaluate(task.data.test)
+            last = task.evaluate(task.data.test)
         task.model.load_state_dict(self.best)
         rows = evaluate.layers(task.opt)
         if off := [row["name"] for row in rows if row["off_levels"]]:
             raise RunError(f"the best network has weights off their levels in {', '.join(off)}: please report this")
-        for problem in [*health(task.opt).collapses, *gaps]:
+        for problem in [*health(task.opt).collapses, *gaps] if self.world.chief else []:
             print(f"warning: {problem}", file=sys.stderr, flush=True)  # even if the run is quiet: it is not progress
         if config.recalibrate:
             recalibrate(task.model, (task.loader.batch(k)[0] for k in range(config.recalibrate)))
-        test, _ = task.evaluate(task.data.test)
+            self.world.average(distributed.statistics(task.model))
+        test = task.evaluate(task.data.test)
         images = {"classes": len(task.data.classes), "shape": list(task.data.shape)}
         best = {"model": task.model.state_dict(), "config": config.text(), "images": images}
-        checkpoint.save(self.folder.path / BEST[0], best)
+        if self.world.chief:
+            checkpoint.save(self.folder.path / BEST[0], best)
         lines, training = self.folder.metrics(), seconds - sum(self.clock.aside.values())
         total, on_cuda = sum(row["count"] for row in rows), task.device.type == "cuda"
+        many = len(task.data.classes) >= evaluate.MANY_CLASSES
         summary = {
             "recipe": config.recipe or None,
             "config": config.record(),
@@ -299,9 +343,10 @@ class Run:
             "paper": config.paper or None,
             "best_step": self.best_step,
             "val_accuracy": self.best_accuracy,
-            "test_accuracy": test,
-            "test_accuracy_soft": soft,
-            "test_accuracy_last": last,
+            "test_accuracy": test.accuracy,
+            "test_accuracy_soft": soft.accuracy,
+            "test_accuracy_last": last.accuracy,
+            **({"paper_top5": config.paper_top5 or None, "test_top5": test.top5} if many else {}),
             "seconds": round(seconds, 2),
             "aside": {name: round(part, 2) for name, part in self.clock.aside.items()},
             "iterations_per_second": round(self.step / max(seconds, 1e-9), 2),
@@ -328,5 +373,6 @@ class Run:
             },
             "layers": rows,
         }
-        self.folder.write("summary.json", json.dumps(summary, indent=1) + "\n")
+        if self.world.chief:
+            self.folder.write("summary.json", json.dumps(summary, indent=1) + "\n")
         return summary

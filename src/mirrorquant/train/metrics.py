@@ -16,7 +16,7 @@ from typing import Any
 from mirrorquant import _files
 from mirrorquant.errors import MirrorquantError
 
-__all__ = ["Metrics", "MetricsError", "read_metrics"]
+__all__ = ["Metrics", "MetricsError", "NoMetrics", "read_metrics"]
 
 _NEEDED = {"train": ["loss"], "val": ["accuracy"]}  # the curves of a summary
 
@@ -104,6 +104,21 @@ class Metrics:
         for file in [self.file, *([self.events.file] if self.events else [])]:
             with suppress(OSError):  # of a line that could not be written, which was reported then
                 file.close()
+
+
+class NoMetrics:
+    """In place of :class:`Metrics` in a process that writes no files."""
+
+    digest = hashlib.sha256()
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 class _Events:

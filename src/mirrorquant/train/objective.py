@@ -15,7 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Batch", "Objective"]
+__all__ = ["SCORES", "TOP", "Batch", "Objective"]
+
+TOP = 5
+SCORES = 3  # numbers of ``Objective.tally``
 
 
 class Batch(NamedTuple):
@@ -23,6 +26,11 @@ class Batch(NamedTuple):
 
     images: Tensor
     labels: Tensor
+
+    def split(self, count: int) -> list[Batch]:
+        """The batch in parts of equal size, one after the other."""
+        parts = zip(self.images.chunk(count), self.labels.chunk(count), strict=True)
+        return [Batch(images, labels) for images, labels in parts]
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,16 @@ class Objective:
         return self.hard_share * hard + (1 - self.hard_share) * soft
 
     def tally(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The number of correct answers, and the sum of cross-entropies without smoothing, for validation."""
+        """For validation: how many answers are right, how many labels are among the first five, and Σ cross-entropy.
+
+        The cross-entropy is without label smoothing. ``SCORES`` numbers.
+
+        >>> Objective().tally(torch.eye(6), torch.tensor([0, 1, 2, 3, 4, 0]))
+        tensor([5.0000, 6.0000, 7.2615])
+        """
         logits = logits.float() * self.logit_scale
         loss = F.cross_entropy(logits, labels, reduction="sum")
-        return torch.stack([(logits.argmax(1) == labels).sum().to(loss.dtype), loss])
+        own, number = logits.gather(1, labels[:, None]), torch.arange(logits.shape[1], device=logits.device)
+        ahead = ~(logits <= own) | ((logits == own) & (number < labels[:, None]))  # of equals the first, as in argmax
+        counts = [(logits.argmax(1) == labels).sum(), (ahead.sum(1) < TOP).sum()]
+        return torch.stack([*(count.to(loss.dtype) for count in counts), loss])

@@ -1,18 +1,23 @@
-"""The process of a run: torch's settings, signals, and time."""
+"""The process of a run: torch's settings, signals, time, and the supply of images."""
 
 from __future__ import annotations
 
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
 import torch
 
+from mirrorquant._text import printable
+from mirrorquant.data import Loader, StreamedLoader
 from mirrorquant.train.config import Config
 
-__all__ = ["Clock", "settings", "signals"]
+__all__ = ["Clock", "Supply", "say_apart", "settings", "signals"]
+
+STARVED, ROW = 0.15, 3  # a message comes when training waits for this share of the time, in so many records in a row
 
 
 @contextmanager
@@ -69,3 +74,33 @@ class Clock:
         began = time.monotonic()
         yield
         self.aside[what] += time.monotonic() - began
+
+
+def say_apart(message: str) -> None:
+    """Prints a message of a process that shows no progress."""
+    print(printable(message), file=sys.stderr, flush=True)
+
+
+class Supply:
+    """Watches streamed images: names corrupt files, and says when training waits for workers."""
+
+    def __init__(self, loader: Loader | StreamedLoader, say: Callable[[str], None], *, cached: bool) -> None:
+        self.loader, self.say, self.cached = loader, say, cached
+        self.waited = self.seconds = 0.0
+        self.named = self.row = 0
+
+    def record(self, seconds: float) -> dict[str, float]:
+        """For the metrics, the share of the time since the last record in which training waited for images."""
+        if not isinstance(self.loader, StreamedLoader):
+            return {}
+        for problem in self.loader.problems[self.named :]:
+            self.say(f"skipped: {problem}")
+        self.named = len(self.loader.problems)
+        share = (self.loader.waited - self.waited) / max(seconds - self.seconds, 1e-9)
+        if self.row < ROW:
+            self.row = self.row + 1 if share > STARVED and self.seconds else 0
+            if self.row == ROW:
+                remedy = "" if self.cached else ", or set cache=FOLDER, so that images are decoded only once"
+                self.say(f"training waits for images {share:.0%} of the time: raise workers{remedy}")
+        self.waited, self.seconds = self.loader.waited, seconds
+        return {"waiting": round(share, 4)}

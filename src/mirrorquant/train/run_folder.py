@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -37,6 +38,19 @@ class RunError(MirrorquantError, RuntimeError):
     """Training cannot start or continue; the message says why and what to do."""
 
 
+_LOCKED: weakref.WeakSet[RunFolder] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a forked process, such as one that reads images: it would keep the locks when its parent is gone."""
+    for folder in list(_LOCKED):
+        folder.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
 class RunFolder:
     """Reads and writes the files of a run; its methods raise errors that name the file.
 
@@ -63,6 +77,7 @@ class RunFolder:
         except OSError:
             self.release()
             raise RunError(f"{self.path} is in use by another run: wait for it, or choose another --out") from None
+        _LOCKED.add(self)
         for unfinished in self.path.glob("*.writing"):  # by a run that was killed
             with suppress(OSError):
                 unfinished.unlink()

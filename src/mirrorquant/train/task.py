@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mirrorquant.data import Data, Images, Loader
+from mirrorquant.data import Data, Images, Loader, Photos, StreamedLoader
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.schedules import Schedule
 from mirrorquant.train import evaluate
+from mirrorquant.train.distributed import ALONE, World
 from mirrorquant.train.objective import Batch, Objective
 
 __all__ = ["Task"]
@@ -22,11 +23,12 @@ class Task:
     """A model with its optimizer on a device, its batches, its objective and its learning rate by step.
 
     ``dtype`` is the precision of the network: bfloat16 is autocast. ``compile`` and ``channels_last`` are for speed.
+    A batch is computed in ``accumulate`` parts. Of several processes in the ``world``, each has its share of the batch.
     """
 
     model: nn.Module
     opt: MirrorDescent
-    loader: Loader
+    loader: Loader | StreamedLoader
     data: Data
     objective: Objective
     lr: Schedule
@@ -34,9 +36,11 @@ class Task:
     dtype: torch.dtype = torch.float32
     channels_last: bool = False
     compile: bool = False
+    accumulate: int = 1
+    world: World = ALONE
 
     def batch(self, k: int) -> Batch:
-        """Training batch k, in the memory format of the model."""
+        """Training batch k (this process's share of it), in the memory format of the model."""
         images, labels = self.loader.batch(k)
         return Batch(self.laid_out(images), labels)
 
@@ -48,6 +52,14 @@ class Task:
         """The context in which the network computes."""
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
 
-    def evaluate(self, images: Images) -> tuple[float, float]:
-        """Accuracy in percent and mean loss of the model as it is."""
-        return evaluate.accuracy(self.model, images, self.data, self.objective, self.autocast())
+    def close(self) -> None:
+        """Ends the processes that read images."""
+        if isinstance(self.loader, StreamedLoader):
+            self.loader.close()
+        for split in (self.data.train, self.data.val, self.data.test):
+            if isinstance(split, Photos):
+                split.close()
+
+    def evaluate(self, images: Images | Photos) -> evaluate.Score:
+        """The score of the model as it is."""
+        return evaluate.score(self.model, images, self.data, self.objective, self.autocast(), world=self.world)

@@ -1,8 +1,9 @@
-"""Recipes: the hyperparameters of every CIFAR and TinyImageNet cell of the paper's tables, by name.
+"""Recipes: the hyperparameters of every cell of the paper's tables, by name.
 
 A name consists of data set, model, levels and method, as in the tables: ``cifar10/resnet18/binary/md-tanh-s``; the
-float network, REF, has no levels: ``cifar10/resnet18/ref``. PQ* and PMF* are ``pq-star`` and ``pmf-star``. The values
-are in one TOML file per data set, next to this module, laid out like the paper's hyperparameter tables.
+float network, REF, has no levels: ``cifar10/resnet18/ref``. PQ* and PMF* are ``pq-star`` and ``pmf-star``; words after
+a method name its other variants, as in ``imagenet/resnet18/binary/md-tanh-s-pretrained``. The values are in one TOML
+file per data set, next to this module, laid out like the paper's hyperparameter tables.
 
 A recipe is a dictionary of keys of :class:`mirrorquant.train.Config`; other keys have their defaults. It only holds
 keys that have an effect: REF has no ``levels``, and only SGD has ``momentum``.
@@ -22,9 +23,15 @@ else:
 from mirrorquant._registry import suggestion
 from mirrorquant.train.config import ConfigError
 
-__all__ = ["RecipeError", "get", "names"]
+__all__ = ["TABLES", "RecipeError", "cells", "get", "names"]
 
 _LEVELS = ("binary", "ternary")
+TABLES = {  # of the paper: data sets, networks and levels
+    "binary": (("cifar10", "cifar100", "tinyimagenet"), ("vgg16", "resnet18"), "binary"),
+    "mobilenetv2": (("cifar10", "cifar100"), ("mobilenetv2",), "binary"),
+    "ternary": (("cifar10", "cifar100", "tinyimagenet"), ("vgg16", "resnet18"), "ternary"),
+    "imagenet": (("imagenet",), ("resnet34", "resnet18", "bireal18"), "binary"),
+}
 
 
 class RecipeError(ConfigError):
@@ -59,6 +66,21 @@ def get(name: str) -> dict[str, Any]:
     return copy.deepcopy(recipes[name])
 
 
+def cells(table: str) -> list[str]:
+    """The recipes of one of the paper's tables; float networks come first, since others may start from them.
+
+    >>> cells("mobilenetv2")[:3]
+    ['cifar10/mobilenetv2/ref', 'cifar100/mobilenetv2/ref', 'cifar10/mobilenetv2/binary/bc']
+    """
+    data, models, levels = TABLES[table]
+    found = []
+    for name in names():
+        own_data, model, *rest, _ = name.split("/")
+        if own_data in data and model in models and rest in ([], [levels]):
+            found.append(name)
+    return sorted(found, key=lambda name: (not name.endswith("/ref"), data.index(name.split("/")[0]), name))
+
+
 @functools.cache
 def _recipes() -> dict[str, dict[str, Any]]:
     recipes: dict[str, dict[str, Any]] = {}
@@ -71,7 +93,7 @@ def _recipes() -> dict[str, dict[str, Any]]:
 def _parse(data: str, text: str) -> dict[str, dict[str, Any]]:
     """The recipes of one file: [defaults], then values of the model, then of the method, then of the recipe itself."""
     tables = tomllib.loads(text)
-    defaults, methods = tables.pop("defaults"), _rows(tables.pop("methods"))
+    defaults, methods = tables.pop("defaults"), _methods(tables.pop("methods"))
     recipes = {}
     for model, table in tables.items():
         shared = {key: value for key, value in table.items() if key not in ("ref", *_LEVELS)}
@@ -80,6 +102,16 @@ def _parse(data: str, text: str) -> dict[str, dict[str, Any]]:
             place = {"data": data, "model": model, **({"levels": levels[0]} if levels else {}), "method": method}
             recipes[f"{data}/{model}/{path}"] = {**place, **defaults, **shared, **methods[path], **row}
     return recipes
+
+
+def _methods(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows of [methods]; one with ``like`` starts from the values, and the method, of that row above it."""
+    rows: dict[str, dict[str, Any]] = {}
+    for path, row in _rows(table).items():
+        levels, _, name = path.rpartition("/")
+        start = rows[f"{levels}/{row['like']}"] if "like" in row else {"method": name}
+        rows[path] = {**start, **{key: value for key, value in row.items() if key != "like"}}
+    return rows
 
 
 def _rows(table: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,90 @@
+"""One command trains a whole table of the paper."""
+
+import json
+
+import pytest
+
+from mirrorquant.cli import main
+from mirrorquant.train import Run, RunError, recipes
+
+SHORT = [
+    "iterations=10",
+    "width=4",
+    "eval_every=10",
+    "histogram_every=0",
+    "checkpoint_every=5",
+    "device=cpu",
+    "--quiet",
+]
+
+
+@pytest.fixture(autouse=True)
+def small_table(monkeypatch, tmp_path):
+    monkeypatch.setitem(recipes.TABLES, "binary", (("digits",), ("digitsnet",), "binary"))
+    monkeypatch.chdir(tmp_path)
+
+
+def trained(monkeypatch):
+    """The recipes and seeds that are trained from now on."""
+    found, train = [], Run.train
+
+    def recorded(self):
+        found.append((self.config.recipe.split("/")[-1], self.config.seed))
+        return train(self)
+
+    monkeypatch.setattr(Run, "train", recorded)
+    return found
+
+
+def test_the_cells_of_the_papers_tables():
+    assert len(recipes.cells("ternary")) == 5 * 6
+    assert recipes.cells("imagenet")[:2] == ["imagenet/resnet18/ref", "imagenet/resnet34/ref"]
+
+
+def test_what_is_there_is_skipped_and_the_rest_trained(monkeypatch, tmp_path, capsys):
+    found = trained(monkeypatch)
+    assert main(["reproduce", "binary", "bc", *SHORT]) == 0
+    assert found == [("bc", 0)]
+    assert main(["reproduce", "binary", "bc", *SHORT, "--seeds", "2"]) == 0
+    assert found == [("bc", 0), ("bc", 1)]
+    said = capsys.readouterr().out
+    assert "[2/2] digits/digitsnet/binary/bc, seed 1; 1 to go, about " in said
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
+        "digits-digitsnet-binary-bc-seed0",
+        "digits-digitsnet-binary-bc-seed1",
+    ]
+    assert main(["reproduce", "binary", "bc", *SHORT, "lr=0.02"]) == 1  # its folder holds another run
+    assert "another configuration" in capsys.readouterr().out
+
+
+def test_a_result_without_its_run_counts(monkeypatch, tmp_path):
+    assert main(["reproduce", "binary", "bc", *SHORT]) == 0
+    for path in sorted((tmp_path / "runs").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    found = trained(monkeypatch)
+    assert main(["reproduce", "binary", "bc", *SHORT]) == 0
+    assert found == []
+
+
+def test_a_cell_that_fails_does_not_end_the_table(monkeypatch, tmp_path, capsys):
+    train = Run.train
+
+    def fails(self):
+        if self.config.method == "bc":
+            raise RunError("the loss is not finite")
+        return train(self)
+
+    monkeypatch.setattr(Run, "train", fails)
+    monkeypatch.setattr(recipes, "cells", lambda table: ["digits/digitsnet/binary/bc", "digits/digitsnet/binary/pq"])
+    assert main(["reproduce", "binary", *SHORT]) == 1
+    said = capsys.readouterr()
+    assert "failed: the loss is not finite" in said.out
+    assert "1 of 2 cells failed: digits/digitsnet/binary/bc, seed 0: the loss is not finite" in said.err
+    assert [json.loads(path.read_text())["recipe"] for path in (tmp_path / "results").iterdir()] == [
+        "digits/digitsnet/binary/pq"
+    ]
+
+
+def test_a_part_that_no_recipe_has_is_an_error(capsys):
+    assert main(["reproduce", "binary", "imagenet"]) == 1
+    assert "no recipe of the table binary has 'imagenet' in its name" in capsys.readouterr().err
