@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._inductor.config as inductor
-from gpu.test_cuda import Centred, Clip
+from gpu.test_cuda import MIXED, Centred, Clip
 from torch import nn
 
 import mirrorquant as mq
@@ -96,6 +96,10 @@ def assert_alike(make, first="plain", then="graph", steps=(0, 1, 7, 24)):
 @pytest.mark.parametrize("method", METHODS)
 def test_both_engines_train_alike(method):
     assert_alike(lambda: build.task(config(method=method)))
+
+
+def test_both_engines_train_alike_on_mixed_images_and_smooth_labels():
+    assert_alike(lambda: build.task(config(*MIXED.split())))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -224,8 +228,9 @@ def test_a_graph_run_goes_on_bit_exactly_on_the_cpu(method):
 
 
 @pytest.mark.parametrize("first", [0, 1, 7, 25])
-def test_the_batch_on_the_device_is_the_loaders(first):
-    engine = GraphEngine(build.task(config()), print)
+@pytest.mark.parametrize("overrides", [[], MIXED.split()], ids=["plain", "mixed"])
+def test_the_batch_on_the_device_is_the_loaders(first, overrides):
+    engine = GraphEngine(build.task(config(*overrides)), print)
     feed, loader = engine.feed, engine.task.loader
     for k in range(first, first + 25):
         feed.begin(k)

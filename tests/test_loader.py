@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mirrorquant.data import Data, DataError, Images, Loader, clean_batches
+from mirrorquant.data import Data, DataError, Extra, Images, Loader, clean_batches
 from mirrorquant.data.augment import AUGMENTATIONS, Crop, ResizedCrop
 
 MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
@@ -207,3 +207,121 @@ def test_statistics_that_do_not_fit_the_channels_are_refused():
     for mean, std in (((0.5,), (0.5,)), (MEAN, (0.5, 0.5, 0.0))):
         with pytest.raises(DataError, match="expected 3 each, one per channel, std above 0"):
             dataset(mean=mean, std=std)
+
+
+# Cutout, mixup, cutmix and alternating flips.
+
+
+def extra(images=None, *, batch_size=8, augment="crop-flip", seed=3, part=(0, 1), **options):
+    return Loader(dataset(images), batch_size=batch_size, augment=augment, seed=seed, part=part, extra=Extra(**options))
+
+
+EXTRAS = [
+    {"cutout": 4},
+    {"mixup": 0.5},
+    {"cutmix": 1.0},
+    {"mixup": 0.2, "cutmix": 1.0, "cutout": 3, "alternating_flip": True},
+]
+
+
+@pytest.mark.parametrize("options", EXTRAS)
+def test_extra_batches_depend_on_their_number_alone_and_are_shared_by_processes(options):
+    batches = [extra(**options).batch(k) for k in range(14)]
+    backward = extra(**options)
+    for k in reversed(range(14)):
+        assert same(backward.batch(k), batches[k])
+        shares = [extra(part=(rank, 2), **options).batch(k) for rank in range(2)]
+        assert same([torch.cat(each) for each in zip(*shares, strict=True)], batches[k])
+
+
+@pytest.mark.parametrize("options", EXTRAS)
+def test_extras_do_not_change_the_order_nor_the_crops(options):
+    plain, changed = loader(augment="crop-flip").plan(5), extra(**options).plan(5)
+    assert torch.equal(plain[0], changed[0])
+    corners = slice(0, 2) if options.get("alternating_flip") else slice(0, 3)
+    assert torch.equal(plain[1][:, corners], changed[1][:, corners])
+
+
+def test_cutout_erases_one_clipped_square_of_each_image():
+    side, whole = 5, 0
+    for k in range(12):
+        x, y = extra(augment="none", cutout=side).batch(k)
+        assert y.dtype == torch.int64
+        expected = normalised(pictures().images[y])
+        erased = (x == 0).all(1)
+        torch.testing.assert_close(x, torch.where(erased[:, None], 0.0, expected))
+        for mask in erased:
+            rows, columns = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
+            box = mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+            assert box.all()  # a rectangle
+            assert (side + 1) // 2 - 1 <= min(box.shape)
+            assert max(box.shape) <= side
+            whole += box.numel() == side**2
+    assert whole > 12
+
+
+def test_the_centre_of_cutout_is_uniform_over_the_image():
+    boxes = Extra(cutout=1).erased(60_000, 4, 3, torch.Generator().manual_seed(0))
+    assert torch.equal(boxes[:, 1] - boxes[:, 0], torch.ones(60_000, dtype=torch.int64))
+    counts = torch.bincount(boxes[:, 0] * 3 + boxes[:, 2])
+    assert counts.shape == (12,)
+    assert (counts - 5000).abs().max() < 350  # five standard deviations
+
+
+@pytest.mark.parametrize("options", [{"mixup": 0.7}, {"cutmix": 0.7}, {"mixup": 0.7, "cutmix": 0.7}])
+def test_mixed_images_agree_with_a_loop_over_images(options):
+    made, images = extra(augment="none", **options), pictures().images
+    order, draws = made.plan(0)
+    columns = draws[:, 3:8].tolist()
+    for k in range(made.batches_per_epoch):
+        x, y = made.batch(k)
+        assert y.dtype == torch.float32
+        torch.testing.assert_close(y.sum(1), torch.ones(8))
+        for row in range(8):
+            place = 8 * k + row
+            own, other = int(order[place]), int(order[(place + 8) % 50])
+            pixels, top, bottom, left, right = columns[place]
+            assert own != other
+            expected = (images[own].double() * pixels + images[other].double() * (256 - pixels)) / 256
+            expected = (expected + 0.5).floor()  # to whole grey levels
+            expected[:, top:bottom, left:right] = images[other][:, top:bottom, left:right]
+            torch.testing.assert_close(x[row], normalised(expected[None])[0].float(), rtol=1e-5, atol=1e-6)
+            area = (bottom - top) * (right - left) / 120
+            share = pixels / 256 * (1 - area)
+            torch.testing.assert_close(y[row, own].item(), share, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(y[row, other].item(), 1 - share, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0, 4.0])
+def test_shares_have_the_moments_of_a_beta_distribution(alpha):
+    count, variance = 40_000, 1 / (4 * (2 * alpha + 1))
+    share = Extra(mixup=alpha).draw(count, 8, 8, torch.Generator().manual_seed(0))[:, 0] / 256
+    assert abs(share.mean() - 0.5) < 5 * (variance / count) ** 0.5
+    assert abs(share.var() - variance) < 0.03 * variance + 1e-4
+    boxes = Extra(cutmix=alpha).draw(count, 64, 64, torch.Generator().manual_seed(0))
+    assert set(boxes[:, 0].tolist()) == {256}
+    inner = (boxes[:, 1] > 0) & (boxes[:, 2] < 64) & (boxes[:, 3] > 0) & (boxes[:, 4] < 64)
+    sides = boxes[inner][:, 2] - boxes[inner][:, 1], boxes[inner][:, 4] - boxes[inner][:, 3]
+    assert torch.equal(*sides)  # boxes have the ratio of the image
+
+
+def test_of_mixup_and_cutmix_each_happens_to_half_of_the_images():
+    draws = Extra(mixup=1.0, cutmix=1.0).draw(10_000, 32, 32, torch.Generator().manual_seed(0))
+    boxed = draws[:, 1:].sum(1) > 0
+    blended = draws[:, 0] < 256
+    assert 0.47 < blended.float().mean() < 0.53
+    assert not (blended & ((draws[:, 2] - draws[:, 1]) * (draws[:, 4] - draws[:, 3]) > 0)).any()
+    assert boxed.float().mean() > 0.45
+
+
+def test_alternating_flips_mirror_each_image_in_every_other_epoch():
+    made, flipped = extra(batch_size=50, alternating_flip=True), []
+    for epoch in range(4):
+        order, draws = made.plan(epoch)
+        flipped.append(draws[:, -1][order.argsort()])
+    assert torch.equal(flipped[0], flipped[2])
+    assert torch.equal(flipped[1], flipped[3])
+    assert torch.equal(flipped[0] + flipped[1], torch.ones(50, dtype=torch.int64))
+    assert 10 < flipped[0].sum() < 40
+    with pytest.raises(ValueError, match="alternating_flip is set, but the augmentation 'crop' does not flip"):
+        extra(augment="crop", alternating_flip=True)

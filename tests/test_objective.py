@@ -96,6 +96,40 @@ def test_a_run_learns_from_the_best_network_of_another_and_resumes_bit_exactly(t
     assert_identical(tmp_path / "whole", tmp_path / "cut")
 
 
+class Shy(nn.Module):
+    """A teacher that knows nothing."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.classes = classes
+
+    def forward(self, x):
+        return x.new_zeros(len(x), self.classes)
+
+
+def test_a_teacher_may_be_any_module(tmp_path):
+    settings = config("width=4", "teacher=test_objective:Shy", "temperature=1", "hard_share=0")
+    run = Run(settings, tmp_path / "run", quiet=True)
+    batch = run.task.batch(0)
+    logits = run.task.model(batch.images)
+    expected = -torch.log_softmax(logits, 1).mean() - torch.log(torch.tensor(10.0))  # KL from the uniform distribution
+    torch.testing.assert_close(run.task.objective(logits, batch), expected)
+    run.folder.release()
+
+
+def test_a_run_on_mixed_images_resumes_bit_exactly(tmp_path):
+    mixed = ["augment=crop-flip", "cutout=3", "mixup=0.5", "cutmix=1.0", "alternating_flip=true"]
+    settings = config("width=4", *mixed)
+    whole = Run(settings, tmp_path / "whole", quiet=True)
+    assert whole.task.batch(0).labels.shape == (32, 10)
+    curve = whole.train()["loss_curve"]
+    assert curve != Run(config("width=4"), tmp_path / "plain", quiet=True).train()["loss_curve"]
+    with pytest.raises(Interrupted):
+        signalled(Run(settings, tmp_path / "cut", quiet=True), 17).train()
+    Run.resume(tmp_path / "cut", quiet=True).train()
+    assert_identical(tmp_path / "whole", tmp_path / "cut")
+
+
 def test_a_teacher_of_other_classes_or_none_at_all_is_an_error(tmp_path, teacher):
     other = Config.from_recipe("digits/digitsnet/ref", [*SHORT, "data=synthetic:1x8x8:7", f"teacher={teacher}"])
     with pytest.raises(ConfigError, match=r"teacher .* has 10 classes, but there are 7"):

@@ -12,6 +12,7 @@ from mirrorquant.train import Config, ConfigError, build, evaluate, recipes
 from mirrorquant.train.config import KEYS
 
 COLUMNS = ("cifar10/vgg16", "cifar10/resnet18", "cifar100/vgg16", "cifar100/resnet18", "tinyimagenet/resnet18")
+COLUMNS_DATA = ("cifar10", "cifar100", "tinyimagenet")
 CLASSES = {"cifar10": 10, "cifar100": 100, "tinyimagenet": 200, "digits": 10, "fashion-mnist": 10}
 CLASSES |= {"imagenet": 1000, "imagenette": 10}
 IMAGES = {"imagenet": 1_281_167, "imagenette": 9_469}  # to train on
@@ -220,7 +221,9 @@ def imagenet_accuracies() -> dict[str, set[tuple[float, float]]]:
     return found
 
 
-PAPER = [name for name in recipes.names() if name.startswith(COLUMNS) or "mobilenetv2" in name]
+BEYOND = recipes.cells("beyond")
+CIFAR = [name for name in recipes.names() if name.startswith(COLUMNS) or "mobilenetv2" in name]
+PAPER = [name for name in CIFAR if name not in BEYOND]
 IMAGENET = [name for name in recipes.names() if name.startswith("imagenet/")]
 PHOTOS = [name for name in recipes.names() if name.startswith(("imagenet/", "imagenette/"))]
 ABLATION = {f"imagenet/resnet18/binary/{name}": row for name, row in lines(RES_IMAGENET_ABL).items()}
@@ -237,7 +240,11 @@ def test_every_cell_of_the_tables_is_there_and_nothing_else() -> None:
     expected = [f"digits/digitsnet/{name}" for name in digits] + [f"fashion-mnist/digitsnet/{name}" for name in fashion]
     variants = {"bireal18": ["md-tanh-s", "md-tanh-s-kl"], "resnet18": ["md-tanh-s", "md-tanh-s-pretrained"]}
     expected += [f"imagenette/{model}/binary/{name}" for model, each in variants.items() for name in each]
-    assert others == [*expected, "imagenette/resnet18/ref", "imagenette/resnet34/ref"]
+    expected += ["imagenette/resnet18/ref", "imagenette/resnet34/ref"]
+    beyond = [f"{data}/resnet18/{name}" for data in COLUMNS_DATA for name in ("binary/best", "ref-best")]
+    beyond += ["cifar10/resnet18/binary/quick", "cifar10/resnet18/ternary/best"]
+    assert sorted(BEYOND) == sorted(beyond)
+    assert others == sorted([*expected, *beyond])
     assert len(set(recipes.names())) == len(recipes.names())
 
 
@@ -272,9 +279,11 @@ def test_a_recipe_says_what_its_name_says(name: str) -> None:
     if name in PHOTOS and levels:
         methods[method] = "md-tanh-s"
         assert method.startswith("md-tanh-s")
+    if name in BEYOND:
+        methods[method] = "md-tanh-s" if levels else "ref"
     assert (recipe["data"], recipe["model"], recipe["method"]) == (data, model, methods.get(method, method))
     assert [recipe[key] for key in ("levels",) if key in recipe] == levels
-    assert recipe["affine"] == (method == "ref" or data == "fashion-mnist" or name in PHOTOS)
+    assert recipe["affine"] == (not levels or data == "fashion-mnist" or name in PHOTOS)
 
 
 @pytest.mark.parametrize("name", recipes.names())

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from mirrorquant.data import (
     Data,
     DataError,
+    Extra,
     Images,
     Loader,
     Photos,
@@ -667,6 +668,8 @@ def test_the_loader_fits_the_data(data):
         StreamedLoader(digits, batch_size=8, seed=0)
     with pytest.raises(ValueError, match="are files, expected images in memory: use StreamedLoader"):
         Loader(data, batch_size=8, seed=0)
+    with pytest.raises(ValueError, match="are streamed from files: cutout, mixup, cutmix and alternating_flip need"):
+        loader(data, batch_size=8, seed=0, extra=Extra(cutout=4))
 
 
 def test_the_shares_of_images_in_memory_make_up_the_batch():

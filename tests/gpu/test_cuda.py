@@ -24,6 +24,7 @@ RECIPE = "digits/digitsnet/binary/md-tanh-s"
 BASIC = ["device=cuda", "precision=float32", "iterations=60", "eval_every=20", "log_every=5", "checkpoint_every=20"]
 # Batch norm makes a layer's scale meaningless: its gradient is rounding error, which Adam turns into whole steps.
 BASIC += ["scale="]
+MIXED = "augment=crop-flip cutout=3 mixup=0.5 cutmix=1.0 alternating_flip=true label_smoothing=0.1 logit_scale=0.5"
 
 
 def task(*overrides):
@@ -103,7 +104,7 @@ class OnCuda(unittest.TestCase):
         self.assertIsNotNone(graph.validation.graph)
 
     def test_captured_steps_are_the_plain_engines(self):
-        for changed in ("", "method=md-softmax-s", "method=gd-tanh", "optimizer=adamw weight_decay=0.1"):
+        for changed in ("", "method=md-softmax-s", "method=gd-tanh", "optimizer=adamw weight_decay=0.1", MIXED):
             with self.subTest(changed):
                 self.assert_captured_steps_are_plain(lambda changed=changed: task(*changed.split()))
 

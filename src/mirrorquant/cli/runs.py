@@ -22,7 +22,7 @@ from mirrorquant.train.distributed import World
 from mirrorquant.train.run_folder import BEST
 
 DEFAULT = "digits/digitsnet/binary/md-tanh-s"
-TRUSTED = "a run imports the modules that its model, method and schedules name, so only use runs you trust"
+TRUSTED = "a run imports the modules that its model, teacher, method and schedules name, so only use runs you trust"
 
 
 def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:

@@ -89,6 +89,84 @@ class ResizedCrop:
         return ((upper * (2 * height - down) + lower * down + whole // 2) // whole).byte()
 
 
+@dataclass(frozen=True)
+class Extra:
+    """What may be done to training images beyond their augmentation; by default nothing.
+
+    Args:
+        cutout: side of a square that is erased at a random place of each image, clipped at the borders (DeVries and
+            Taylor, 2017). Erased pixels have the mean of the data.
+        mixup: blends each image and its label with another one, λ of it and 1 − λ of the other, with λ drawn from
+            Beta(mixup, mixup) for each image.
+        cutmix: replaces a random box of each image by that of another one, and the label in proportion to its area; the
+            box covers 1 − λ of the image, less what lies outside. With `mixup` too, each happens to half of the images.
+        alternating_flip: mirrors an image in every other epoch instead of at random; the first is random.
+
+    >>> Extra(cutout=8).mixes, Extra(mixup=0.2).mixes
+    (False, True)
+    """
+
+    cutout: int = 0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    alternating_flip: bool = False
+
+    @property
+    def mixes(self) -> bool:
+        """Whether labels become probabilities."""
+        return self.mixup > 0 or self.cutmix > 0
+
+    def erased(self, count: int, height: int, width: int, generator: Generator) -> Tensor:
+        """The box that cutout erases from each image, as top, bottom, left and right: count×4 of int64."""
+        sides = torch.full((2, count), self.cutout)
+        return _boxes(sides, height, width, generator)
+
+    def draw(self, count: int, height: int, width: int, generator: Generator) -> Tensor:
+        """How each image is mixed: λ in 256ths for all pixels, then the box of the other image: count×5 of int64."""
+        blended = torch.full((count,), self.cutmix == 0)
+        if self.mixup and self.cutmix:
+            blended = torch.rand(count, generator=generator) < 0.5
+        alpha = torch.where(blended, self.mixup, self.cutmix).double()
+        own, other = torch._standard_gamma(torch.stack([alpha, alpha]).clamp(min=1e-3), generator=generator)
+        share = torch.where(own + other > 0, own / (own + other), 0.5)  # both may underflow
+        side = torch.where(blended, 0.0, (1 - share).sqrt())
+        sides = torch.stack([(height * side).round(), (width * side).round()]).long()
+        pixels = torch.where(blended, (256 * share).round(), 256.0).long()
+        return torch.cat([pixels[:, None], _boxes(sides, height, width, generator)], 1)
+
+    @staticmethod
+    def mix(images: Tensor, others: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+        """N×C×H×W images of uint8 mixed with others, and the share that each of them has in its label.
+
+        >>> black, white = torch.zeros(1, 1, 2, 2).byte(), torch.full((1, 1, 2, 2), 255).byte()
+        >>> Extra.mix(black, white, torch.tensor([[256, 0, 1, 0, 2]]))
+        (tensor([[[[255, 255], [  0,   0]]]], dtype=torch.uint8), tensor([0.5000]))
+        """
+        pixels, (height, width) = draws[:, 0], images.shape[2:]
+        own = pixels.view(-1, 1, 1, 1)
+        blended = ((images * own + others * (256 - own) + 128) // 256).byte()
+        _, top, bottom, left, right = draws.unbind(1)
+        kept = height * width - (bottom - top) * (right - left)
+        return torch.where(inside(draws[:, 1:], height, width), others, blended), pixels * kept / (256 * height * width)
+
+
+def inside(boxes: Tensor, height: int, width: int) -> Tensor:
+    """Which pixels lie in the boxes (top, bottom, left and right): N×1×H×W of bool."""
+    rows, columns = (torch.arange(side, device=boxes.device) for side in (height, width))
+    top, bottom, left, right = boxes[:, :, None].unbind(1)
+    in_rows, in_columns = (rows >= top) & (rows < bottom), (columns >= left) & (columns < right)
+    return (in_rows[:, :, None] & in_columns[:, None, :])[:, None]
+
+
+def _boxes(sides: Tensor, height: int, width: int, generator: Generator) -> Tensor:
+    """Boxes of these heights and widths around random pixels, clipped at the borders of the image: N×4 of int64."""
+    found = []
+    for side, most in zip(sides, (height, width), strict=True):
+        first = torch.randint(0, most, side.shape, generator=generator) - side // 2
+        found += [first.clamp(min=0), (first + side).clamp(max=most)]
+    return torch.stack(found, 1)
+
+
 AUGMENTATIONS: dict[str, Crop | ResizedCrop] = {
     "none": Crop(padding=0, flip=False),
     "shift": Crop(padding=1, flip=False),

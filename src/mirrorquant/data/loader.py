@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .augment import AUGMENTATIONS
+from .augment import AUGMENTATIONS, Crop, Extra, inside
 from .base import Data, Images, Split
 from .streamed import Photos, StreamedLoader, check_part, generator, rows_of
 from .streamed import clean_batches as streamed_batches
+
+NOTHING = Extra()
+FLIPS = -1  # in place of an epoch, for the random numbers of alternating flips
 
 
 class Loader:
@@ -19,7 +23,8 @@ class Loader:
     An epoch visits each image at most once; an incomplete last batch is dropped. The order and the random numbers of
     the augmentation (by default that of the data set) are drawn on the CPU, from `seed` and the number of the epoch:
     every device gets the same batches. A process that shares the work with others gets the rows of its `part`, its
-    rank and the number of processes; the batch as a whole is the same.
+    rank and the number of processes; the batch as a whole is the same. Images that `extra` mixes are blended with those
+    of the next batch, and their labels are N×classes probabilities.
 
     >>> from mirrorquant.data import load
     >>> x, y = Loader(load("digits"), batch_size=64, seed=0).batch(1000)
@@ -28,7 +33,14 @@ class Loader:
     """
 
     def __init__(
-        self, data: Data, *, batch_size: int, seed: int, augment: str = "", part: tuple[int, int] = (0, 1)
+        self,
+        data: Data,
+        *,
+        batch_size: int,
+        seed: int,
+        augment: str = "",
+        part: tuple[int, int] = (0, 1),
+        extra: Extra = NOTHING,
     ) -> None:
         if not isinstance(data.train, Images):
             raise ValueError(f"images of {data.name} are files, expected images in memory: use StreamedLoader")
@@ -40,7 +52,9 @@ class Loader:
         self.data, self.images, self.batch_size, self.seed = data, data.train, batch_size, seed
         self.batches_per_epoch = len(self.images) // batch_size
         self._rows = rows_of(part, batch_size)
-        self._augmentation = AUGMENTATIONS[augment]
+        self._augmentation, self.extra = AUGMENTATIONS[augment], extra
+        if extra.alternating_flip and not self._augmentation.flip:
+            raise ValueError(f"alternating_flip is set, but the augmentation {augment!r} does not flip: try crop-flip")
         self._epoch = -1
         self._order = self._draws = torch.empty(0)
 
@@ -53,9 +67,19 @@ class Loader:
         return self.compose(order[part], draws[part])
 
     def compose(self, chosen: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """The batch of the images with the numbers `chosen`, augmented with the random numbers `draws`."""
-        images = self._augmentation.apply(self.images.images[chosen], draws)
-        return self.data.normalise(images), self.images.labels[chosen]
+        """The batch of the images with the numbers `chosen`, augmented with the random numbers `draws` of `plan`."""
+        own, erased, mixed, other = torch.split(draws, self._columns, 1)
+        images, labels = self._augmentation.apply(self.images.images[chosen], own), self.images.labels[chosen]
+        if self.extra.mixes:
+            partner, classes = other[:, 0], len(self.data.classes)
+            others = self._augmentation.apply(self.images.images[partner], other[:, 1:])
+            images, share = self.extra.mix(images, others, mixed)
+            both = [F.one_hot(each, classes).float() for each in (labels, self.images.labels[partner])]
+            labels = both[1] + share[:, None] * (both[0] - both[1])
+        floats = self.data.normalise(images)
+        if self.extra.cutout:
+            floats = torch.where(inside(erased, *floats.shape[2:]), 0.0, floats)
+        return floats, labels
 
     def epoch(self, epoch: int) -> tuple[Tensor, Tensor]:
         """The plan of an epoch, on the device of the images."""
@@ -65,15 +89,42 @@ class Loader:
         return self._order, self._draws
 
     def plan(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """The order of the images in an epoch, and the random numbers of their augmentation in that order."""
+        """The order of the images in an epoch, and the random numbers of each in that order.
+
+        They are those of the augmentation, of cutout and of mixing, then the number of the image to mix with and its
+        augmentation.
+        """
         drawn = generator(self.seed, epoch)
         count, (_, height, width) = len(self.images), self.images.shape
         order = torch.randperm(count, generator=drawn)
-        return order, self._augmentation.draw(count, height, width, drawn)
+        draws = self._augmentation.draw(count, height, width, drawn)
+        if self.extra.alternating_flip:
+            first = torch.randint(0, 2, (count,), generator=generator(self.seed, FLIPS))
+            draws[:, -1] = (first[order] + epoch) % 2
+        columns = [draws]
+        if self.extra.cutout:
+            columns.append(self.extra.erased(count, height, width, drawn))
+        if self.extra.mixes:
+            partner = torch.cat([order[:, None], draws], 1).roll(-self.batch_size, 0)
+            columns += [self.extra.draw(count, height, width, drawn), partner]
+        return order, torch.cat(columns, 1)
+
+    @property
+    def _columns(self) -> list[int]:
+        """How many numbers each purpose has in a plan."""
+        own = 3 if isinstance(self._augmentation, Crop) else 5
+        return [own, 4 * bool(self.extra.cutout), 5 * self.extra.mixes, (1 + own) * self.extra.mixes]
 
 
 def loader(
-    data: Data, *, batch_size: int, seed: int, augment: str = "", part: tuple[int, int] = (0, 1), workers: int = -1
+    data: Data,
+    *,
+    batch_size: int,
+    seed: int,
+    augment: str = "",
+    part: tuple[int, int] = (0, 1),
+    workers: int = -1,
+    extra: Extra = NOTHING,
 ) -> Loader | StreamedLoader:
     """The training batches of images in memory, or of image files, which `workers` processes read (-1: one per core).
 
@@ -81,9 +132,14 @@ def loader(
     >>> loader(load("digits"), batch_size=64, seed=0, part=(1, 2)).batch(0)[1].shape
     torch.Size([32])
     """
-    if isinstance(data.train, Photos):
-        return StreamedLoader(data, batch_size=batch_size, seed=seed, augment=augment, part=part, workers=workers)
-    return Loader(data, batch_size=batch_size, seed=seed, augment=augment, part=part)
+    if not isinstance(data.train, Photos):
+        return Loader(data, batch_size=batch_size, seed=seed, augment=augment, part=part, extra=extra)
+    if extra != NOTHING:
+        raise ValueError(
+            f"images of {data.name} are streamed from files: cutout, mixup, cutmix and alternating_flip "
+            "need images in memory"
+        )
+    return StreamedLoader(data, batch_size=batch_size, seed=seed, augment=augment, part=part, workers=workers)
 
 
 def clean_batches(

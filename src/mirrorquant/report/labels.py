@@ -15,6 +15,7 @@ __all__ = ["known_method", "level_values", "levels", "method", "method_colour", 
 _ORDER = ("ref", "bc", "pq", "pmf", "gd-tanh", "md-softmax", "md-tanh", "md-softmax-s", "md-tanh-s")
 _STAR = "star"  # PQ* and PMF* are recipes of PQ and PMF
 _WORDS = {"kl": "KL divergence"}
+_OWN = {"best": "md-tanh-s-best", "quick": "md-tanh-s-quick"}  # recipes that are not named after their method
 
 
 def method(name: str) -> str:
@@ -22,8 +23,8 @@ def method(name: str) -> str:
 
     >>> method("md-tanh-s"), method("md-tanh-s-ends-pretrained"), method("pq-star")
     ('MD-tanh-S', 'MD-tanh-S (ends, pretrained)', 'PQ*')
-    >>> method("my-method"), method("my_module:Mine")
-    ('my-method', 'Mine')
+    >>> method("my-method"), method("my_module:Mine"), method("quick")
+    ('my-method', 'Mine', 'MD-tanh-S (quick)')
     """
     label, (_, words) = known_method(name).label, _parts(name)
     if not label:
@@ -65,7 +66,7 @@ def _parts(name: str) -> tuple[str, list[str]]:
     >>> _parts("md-tanh-s-ends-pretrained"), _parts("my-method")
     (('md-tanh-s', ['ends', 'pretrained']), ('my-method', []))
     """
-    words = name.split("-")
+    words = _OWN.get(name, name).split("-")
     ends = (end for end in range(len(words), 0, -1) if "-".join(words[:end]) in Method.registry)
     end = next(ends, len(words))
     return "-".join(words[:end]), words[end:]

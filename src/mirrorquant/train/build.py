@@ -13,7 +13,7 @@ from safetensors import torch as safetensors
 from torch import Tensor, nn
 
 from mirrorquant import _files, models
-from mirrorquant.data import Data, Photos, cached
+from mirrorquant.data import Data, Extra, Photos, cached
 from mirrorquant.data import load as load_data
 from mirrorquant.data import loader as load_batches
 from mirrorquant.health import unwarned
@@ -152,17 +152,22 @@ def _norms_apart(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[st
 
 
 def objective(config: Config, classes: int, device: torch.device) -> Objective:
-    """The objective, with the best network of the teacher's run if there is one."""
+    """The objective, with its teacher on the device if there is one."""
     options = {each.name: config[each.name] for each in dataclasses.fields(Objective)}
-    teacher = None
-    if config.teacher:
-        from mirrorquant.train.run_folder import Best  # which builds models itself
-
-        best = Best.load(config.teacher)
-        if best.images["classes"] != classes:
-            raise ConfigError(f"teacher {config.teacher} has {best.images['classes']} classes, but there are {classes}")
-        teacher = best.model.requires_grad_(False).eval().to(device)
+    teacher = _teacher(config.teacher, classes).requires_grad_(False).eval().to(device) if config.teacher else None
     return Objective(**{**options, "teacher": teacher})
+
+
+def _teacher(name: str, classes: int) -> nn.Module:
+    """The best network of a run, or what a function of the user returns."""
+    from mirrorquant.train.run_folder import Best  # which builds models itself
+
+    if not Path(name).exists() and ":" in name:
+        return models.build(name, classes)
+    best = Best.load(name)
+    if best.images["classes"] != classes:
+        raise ConfigError(f"teacher {name} has {best.images['classes']} classes, but there are {classes}")
+    return best.model
 
 
 def data(config: Config, *, download: bool = True, say: Callable[[str], None] = print) -> Data:
@@ -199,6 +204,7 @@ def task(
         parts = f"accumulate={config.accumulate} and {world.size} processes"
         raise ConfigError(f"batch_size is {config.batch_size}, but it must be divisible by {share} for {parts}")
     options: dict[str, Any] = {"batch_size": config.batch_size, "seed": config.seed, "augment": config.augment}
+    options["extra"] = Extra(**{each.name: config[each.name] for each in dataclasses.fields(Extra)})
     try:
         loader = load_batches(images, **options, part=world.part, workers=config.workers)
     except ValueError as error:

@@ -99,6 +99,10 @@ class Config:
     # The images, and the network. The keys of the section model are options of the function that builds it.
     data: str = _data("digits", "data set")
     augment: str = _data("", "augmentation: crop-flip, shift, none ...; empty for the default of the data set")
+    cutout: int = _data(0, "side of a square erased from each training image", least=0, most=1024)
+    mixup: float = _data(0.0, "blend images and labels in pairs, with λ from Beta(mixup, mixup)", least=0, most=100)
+    cutmix: float = _data(0.0, "the same with boxes of area 1 - λ, from Beta(cutmix, cutmix)", least=0, most=100)
+    alternating_flip: bool = _data(False, "mirror each image in every other epoch, not at random")
     train_on: str = _data("train", "train, or all: the validation images too", choices=("train", "all"))
     image_size: int = _data(0, "side of images that are streamed from files; 0 for the usual", least=0, most=1024)
     model: str = _model("digitsnet", "network, or MODULE:FUNCTION for a custom one")
@@ -140,7 +144,7 @@ class Config:
     # The loss.
     label_smoothing: float = _objective(0.0, "share of the target spread over all classes", least=0, most=1)
     logit_scale: float = _objective(1.0, "constant factor of the logits", least=1e-6, most=1e6)
-    teacher: str = _objective("", "folder of the run whose best network is imitated; empty for none")
+    teacher: str = _objective("", "run whose best network is imitated, or MODULE:FUNCTION; empty for none")
     temperature: float = _objective(4.0, "of both softmaxes in distillation", least=1e-3, most=1e3, used="teacher!=")
     hard_share: float = _objective(0.1, "weight of the labels beside the teacher", least=0, most=1, used="teacher!=")
 

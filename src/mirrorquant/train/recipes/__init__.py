@@ -3,7 +3,8 @@
 A name consists of data set, model, levels and method, as in the tables: ``cifar10/resnet18/binary/md-tanh-s``; the
 float network, REF, has no levels: ``cifar10/resnet18/ref``. PQ* and PMF* are ``pq-star`` and ``pmf-star``; words after
 a method name its other variants, as in ``imagenet/resnet18/binary/md-tanh-s-pretrained``. The values are in one TOML
-file per data set, next to this module, laid out like the paper's hyperparameter tables.
+file per data set, next to this module, laid out like the paper's hyperparameter tables. ``best``, ``quick`` and
+``ref-best`` are our own, of MD-tanh-S and REF, in ``beyond.toml``.
 
 A recipe is a dictionary of keys of :class:`mirrorquant.train.Config`; other keys have their defaults. It only holds
 keys that have an effect: REF has no ``levels``, and only SGD has ``momentum``.
@@ -26,11 +27,14 @@ from mirrorquant.train.config import ConfigError
 __all__ = ["TABLES", "RecipeError", "cells", "get", "names"]
 
 _LEVELS = ("binary", "ternary")
-TABLES = {  # of the paper: data sets, networks and levels
+_REF = ("ref", "ref-best")
+_BEYOND = "beyond"
+TABLES = {  # of the paper, and beyond it: data sets, networks and levels
     "binary": (("cifar10", "cifar100", "tinyimagenet"), ("vgg16", "resnet18"), "binary"),
     "mobilenetv2": (("cifar10", "cifar100"), ("mobilenetv2",), "binary"),
     "ternary": (("cifar10", "cifar100", "tinyimagenet"), ("vgg16", "resnet18"), "ternary"),
     "imagenet": (("imagenet",), ("resnet34", "resnet18", "bireal18"), "binary"),
+    _BEYOND: (("cifar10", "cifar100", "tinyimagenet"), ("resnet18",), ""),
 }
 
 
@@ -67,7 +71,7 @@ def get(name: str) -> dict[str, Any]:
 
 
 def cells(table: str) -> list[str]:
-    """The recipes of one of the paper's tables; float networks come first, since others may start from them.
+    """The recipes of one of the tables; float networks come first, since others may start from them.
 
     >>> cells("mobilenetv2")[:3]
     ['cifar10/mobilenetv2/ref', 'cifar100/mobilenetv2/ref', 'cifar10/mobilenetv2/binary/bc']
@@ -75,10 +79,12 @@ def cells(table: str) -> list[str]:
     data, models, levels = TABLES[table]
     found = []
     for name in names():
-        own_data, model, *rest, _ = name.split("/")
-        if own_data in data and model in models and rest in ([], [levels]):
+        own_data, model, *rest, method = name.split("/")
+        beyond = method in ("best", "quick", "ref-best")
+        fits = beyond if table == _BEYOND else not beyond and rest in ([], [levels])
+        if fits and own_data in data and model in models:
             found.append(name)
-    return sorted(found, key=lambda name: (not name.endswith("/ref"), data.index(name.split("/")[0]), name))
+    return sorted(found, key=lambda name: ("/ref" not in name, data.index(name.split("/")[0]), name))
 
 
 @functools.cache
@@ -95,8 +101,11 @@ def _parse(data: str, text: str) -> dict[str, dict[str, Any]]:
     tables = tomllib.loads(text)
     defaults, methods = tables.pop("defaults"), _methods(tables.pop("methods"))
     recipes = {}
-    for model, table in tables.items():
-        shared = {key: value for key, value in table.items() if key not in ("ref", *_LEVELS)}
+    places = {(data, model): table for model, table in tables.items()}
+    if data == _BEYOND:
+        places = {(name, model): table for name, each in tables.items() for model, table in each.items()}
+    for (data, model), table in places.items():
+        shared = {key: value for key, value in table.items() if key not in (*_REF, *_LEVELS)}
         for path, row in _rows(table).items():
             *levels, method = path.split("/")
             place = {"data": data, "model": model, **({"levels": levels[0]} if levels else {}), "method": method}
@@ -117,4 +126,4 @@ def _methods(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _rows(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Rows by their place in a table: ref, binary/bc, ..."""
     rows = {f"{levels}/{method}": row for levels in _LEVELS for method, row in table.get(levels, {}).items()}
-    return {"ref": table["ref"], **rows} if "ref" in table else rows
+    return {**{name: table[name] for name in _REF if name in table}, **rows}
