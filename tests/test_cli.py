@@ -471,7 +471,8 @@ def test_an_output_without_unicode_shows_what_it_can():
 
 def documented_commands(text):
     fences = re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S)
-    lines = [line.split("#")[0].strip() for fence in fences for line in fence.splitlines() if line.strip()]
+    joined = [fence.replace("\\\n", " ") for fence in fences]
+    lines = [line.split("#")[0].strip() for fence in joined for line in fence.splitlines() if line.strip()]
     return [*dict.fromkeys(line.replace("runs/FOLDER", "runs/digits") for line in lines)]
 
 
@@ -485,13 +486,16 @@ def test_every_command_of_the_documentation_runs(tmp_path, monkeypatch, pytestco
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as the installed command has it
     commands = documented_commands(text)
-    assert len(commands) == 25
+    assert len(commands) == 27
     few = {table: [n for n in recipes.cells(table) if n.endswith("/md-tanh-s")][:3] for table in recipes.TABLES}
     monkeypatch.setattr(recipes, "cells", few.get)
     for command in commands:
         program, *arguments = shlex.split(command)
         if program == "make":
             subprocess.run(["make", "-n", *arguments], cwd=root, check=True, capture_output=True)
+            continue
+        if program == "torchrun":  # test_distributed.py runs it
+            assert arguments[arguments.index("train") + 1] in recipes.names()
             continue
         if arguments[0] in ("train", "compare", "reproduce"):
             arguments += [*TINY, "batch_size=2", "--quiet"]

@@ -7,10 +7,12 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
-from mirrorquant.train import Config, ConfigError, Run, build
-from mirrorquant.train.distributed import ALONE, World
+from mirrorquant.train import Config, ConfigError, Run, build, process
+from mirrorquant.train.distributed import ALONE, World, statistics
 from mirrorquant.train.engine import choose
+from mirrorquant.train.graph import GraphEngine
 
 DIGITS = "digits/digitsnet/binary/md-tanh-s"
 SHORT = ["device=cpu", "iterations=30", "eval_every=15", "log_every=5", "checkpoint_every=10", "width=8", "scale="]
@@ -46,6 +48,9 @@ with distributed.joined() as world:
         moved = run.task.opt.state[p].get("latent", p)
         state |= {f"{name} {key}": value.float() for key, value in run.task.opt.base.state[moved].items()}
     if world.size > 1:
+        masks = [torch.empty(8) for _ in range(world.size)]
+        dist.all_gather(masks, torch.rand(8))
+        assert not torch.equal(*masks)  # or dropout would be the same everywhere
         for name, tensor in state.items():
             both = [torch.empty_like(tensor) for _ in range(world.size)]
             dist.all_gather(both, tensor.contiguous())
@@ -122,9 +127,65 @@ def test_a_batch_must_be_divisible():
         build.task(Config.from_recipe(DIGITS, ["batch_size=64", "accumulate=3"]))
 
 
+@pytest.mark.parametrize("chosen", ["true", "false"])
+def test_batch_norm_stays_float_or_is_quantized(chosen):
+    task = build.task(Config.from_recipe(DIGITS, [*SHORT, "affine=true", f"quantize_norms={chosen}"]))
+    norms = [p for m in task.model.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()]
+    assert norms
+    assert {p in task.opt.state for p in norms} == {chosen == "true"}
+
+
 def test_batch_norm_over_all_processes_needs_cuda():
     with pytest.raises(ConfigError, match="sync_norms needs CUDA"):
         build.task(Config.from_recipe(DIGITS, ["device=cpu", "sync_norms=true"]))
+
+
+def test_each_process_takes_one_of_the_gpus_that_it_sees(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for seen, own in ((8, 3), (1, 0)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda seen=seen: seen)
+        for device in ("auto", "cuda"):
+            assert build.device(Config(device=device)) == torch.device("cuda", own)
+
+
+def test_statistics_are_those_of_all_normalization_layers():
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.InstanceNorm1d(3, track_running_stats=True), nn.InstanceNorm1d(4))
+    assert [len(t) for t in statistics(model)] == [2, 2, 3, 3]
+
+
+def test_processes_meet_every_few_seconds(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(process.time, "monotonic", lambda: now[0])
+    pace = process.Pace()
+    assert pace.steps(0) == 1  # nothing is known yet
+    for seconds, steps, expected in ((2.0, 1, 2), (2.0, 2, 5), (0.1, 5, 250), (1.0, 1_000_000, 1000), (100.0, 3, 1)):
+        now[0] += seconds
+        assert pace.steps(pace.step + steps) == expected
+
+
+def test_batch_norm_of_all_processes_keeps_its_counter_in_a_graph():
+    task = build.task(Config.from_recipe(DIGITS, SHORT))
+    object.__setattr__(task, "model", nn.SyncBatchNorm.convert_sync_batchnorm(task.model))
+    engine = GraphEngine(task, print)
+    assert any(isinstance(module, nn.SyncBatchNorm) for module in task.model.modules())
+    assert engine._norms() == []
+
+
+def test_gradients_add_up_in_float32():
+    """A sum of 64 parts in bfloat16 would lose up to three of its eight bits."""
+    whole, parts = (
+        GraphEngine(build.task(Config.from_recipe(DIGITS, [*SHORT, "precision=bfloat16", more])), print)
+        for more in ("batch_size=64", "accumulate=64")
+    )
+    for engine, count in ((whole, 1), (parts, 64)):
+        for part in engine.moving:
+            ones = [torch.full_like(w, 1 + 2**-7) for w in part.weights.values()]
+            for i in range(count):
+                part.take_gradients(ones, add=i > 0)
+            part.take_total()
+            for view in part.views(part.image.grad):
+                assert float(view.detach().flatten()[0]) == pytest.approx(count * (1 + 2**-7), rel=2**-9)
 
 
 def test_alone_nothing_is_averaged():
@@ -140,7 +201,7 @@ def test_alone_nothing_is_averaged():
 @pytest.mark.parametrize("engine", ["plain", "graph"])
 def test_parts_of_a_batch_add_up_to_it(engine):
     """Without batch norm, the gradients of the parts are those of the whole."""
-    settings = ["device=cpu", "model=tests.gpu.test_cuda:perceptron", f"engine={engine}", *PLAIN, "scale="]
+    settings = ["device=cpu", "model=gpu.test_cuda:perceptron", f"engine={engine}", *PLAIN, "scale="]
     states = []
     for count in (1, 4):
         task = build.task(Config.from_recipe(DIGITS, [*settings, f"accumulate={count}"]))

@@ -418,10 +418,11 @@ def test_of_bireal_net_the_convolutions_of_signs_are_binary(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PHOTOS)
-def test_weights_decay_and_batch_norms_do_not(name: str) -> None:
+def test_weights_decay_and_batch_norms_and_slopes_do_not(name: str) -> None:
     config = Config.from_recipe(name)
     model, quantized, decay = split_by(config)
-    norms = {f"{p}.{n}" for p, m in model.named_modules() if isinstance(m, nn.BatchNorm2d) for n in ("weight", "bias")}
+    kinds = (nn.BatchNorm2d, nn.PReLU)
+    norms = {f"{p}.{n}" for p, m in model.named_modules() if isinstance(m, kinds) for n, _ in m.named_parameters()}
     assert {parameter for parameter, value in decay.items() if value == 0} == norms
     assert {decay[parameter] for parameter in decay.keys() - norms} == {config.weight_decay}
     assert not quantized & norms

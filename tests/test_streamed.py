@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from mirrorquant.data import (
     Data,
@@ -26,10 +28,12 @@ from mirrorquant.data import (
     imagenet,
     load,
     loader,
+    store,
     streamed,
 )
 from mirrorquant.data.augment import ResizedCrop
 from mirrorquant.data.streamed import Paths
+from mirrorquant.train import evaluate
 
 Image = pytest.importorskip("PIL.Image")
 DECODERS = ["pillow"] + (["simplejpeg"] if decoding._turbo() is not None else [])
@@ -340,10 +344,51 @@ def test_a_corrupt_file_is_named_and_the_next_image_takes_its_place(data, decode
         assert torch.equal(found[1][0][1], data.train.augmented(following, uniform).permute(2, 0, 1))
         again = StreamedLoader(data, batch_size=8, seed=3, workers=0, part=part)
         assert all_same([again.raw(k) for k in range(3)], found)
-    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_corrupt_files_are_skipped_and_named_in_evaluation(data, monkeypatch, workers):
+    every = list(clean_batches(data.val, data, 4, workers=workers))
+    data.val.close()
     damage(data.val.paths[0], "cut")
-    with pytest.raises(DataError, match=r"00.JPEG cannot be read as an image .*: replace it or move it away"):
-        list(clean_batches(data.val, data, 4))
+    damage(data.val.paths[2], "empty")
+    for _ in range(2):  # a second evaluation does not name them again
+        found = list(clean_batches(data.val, data, 4, workers=workers))
+        images, labels = (torch.cat(each) for each in zip(*found, strict=True))
+        expected = [torch.cat(each) for each in zip(*every, strict=True)]
+        kept = torch.tensor([1, *range(3, len(data.val))])
+        assert all_same([(images, labels)], [(expected[0][kept], expected[1][kept])])
+        assert [Path(problem.split(" cannot")[0]) for problem in data.val.problems] == [
+            data.val.paths[0],
+            data.val.paths[2],
+        ]
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 24 * 24, len(data.classes)))
+    with torch.no_grad():
+        right = (model(images).argmax(1) == labels).double().mean()
+    assert evaluate.score(model, data.val, data, workers=workers).accuracy == pytest.approx(100 * float(right))
+    monkeypatch.setattr(streamed, "CORRUPT", 1)
+    with pytest.raises(DataError, match=r"2 or more of .* image files cannot be read, expected 1 at most"):
+        list(clean_batches(data.val, data, 4, workers=workers))
+    data.val.close()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_start_by_any_method(folder, method):
+    code = f"""
+import multiprocessing
+import mirrorquant.data as mqd
+if __name__ == "__main__":
+    multiprocessing.set_start_method("{method}")
+    data = mqd.load("photos:{folder}:24")
+    made = mqd.loader(data, batch_size=8, seed=0, workers=1)
+    print(made.raw(0)[0].shape[0], sum(len(y) for _, y in mqd.clean_batches(data.val, data, 4, workers=1)))
+    made.close()
+    data.val.close()
+"""
+    script = folder.parent / "script.py"
+    script.write_text(code)
+    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert (found.returncode, found.stdout.split()[:1], found.stderr) == (0, ["8"], "")
 
 
 def test_an_epoch_later_a_corrupt_file_is_not_named_again(data):
@@ -426,7 +471,31 @@ def go_on(made, start, end, kill=None):
         made.raw(k)
 
 
+def test_grey_levels_of_sixteen_bits_are_scaled(tmp_path):
+    levels = torch.arange(0, 65536, 16).view(64, 64).to(torch.uint16).numpy()
+    for split in ("train", "val"):
+        (tmp_path / split / "grey").mkdir(parents=True)
+        Image.fromarray(levels).save(tmp_path / split / "grey" / "1.png")
+    assert Image.open(tmp_path / "val/grey/1.png").mode.startswith("I")
+    found = load(f"photos:{tmp_path}:56").val.read(0)
+    assert found.shape == (64, 64, 3)
+    difference = found[..., 0].int() - (torch.arange(0, 65536, 16) // 256).view(64, 64)
+    assert difference.abs().max() <= 1
+
+
 # Cache ---------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_killed_process_had_written_of_a_cache_is_removed(data, tmp_path):
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    abandoned, used = (folder / f"photos-train-27-0123.pixels.{name}.writing" for name in ("dead", "alive"))
+    abandoned.write_bytes(b"half")
+    with used.open("wb") as content:
+        assert store._lock(content)
+        cached(data, folder)
+        assert (abandoned.exists(), used.exists()) == (False, True)
+    assert sorted({path.suffix for path in folder.iterdir()}) == [".pixels", ".writing"]
 
 
 @pytest.mark.parametrize("size", [56, 224])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,9 @@ import torch
 from PIL import Image
 
 from mirrorquant.cli import main
-from mirrorquant.train import Config, ConfigError, Interrupted, Run, build
+from mirrorquant.data import streamed
+from mirrorquant.train import Config, ConfigError, Interrupted, Run, RunError, build
+from mirrorquant.train.distributed import World
 from mirrorquant.train.engine import PlainEngine
 from mirrorquant.train.graph import GraphEngine
 
@@ -58,6 +61,50 @@ def test_a_stopped_run_resumes_in_the_middle_of_an_epoch(photos, tmp_path):
     assert resumed.train()["loss_curve"] == expected["loss_curve"]
     for name, tensor in whole.task.model.state_dict().items():
         assert torch.equal(tensor, resumed.task.model.state_dict()[name]), name
+
+
+def test_a_run_does_not_go_on_with_fewer_images_and_processes_agree_on_them(photos, tmp_path, monkeypatch):
+    shutil.copytree(photos, tmp_path / "photos")
+    run = Run(settings(tmp_path / "photos", "iterations=12"), tmp_path / "run", quiet=True)
+    assert run.config.images == 48
+    run.train()
+    (tmp_path / "photos" / "train" / "dark" / "7.jpg").unlink()
+    with pytest.raises(RunError, match="began with 48 training images, but now there are 47: restore them, or start"):
+        Run.resume(tmp_path / "run", quiet=True)
+    monkeypatch.setattr(World, "largest", lambda self, value, device: max(value, 49) if value > 0 else value)
+    with pytest.raises(RunError, match="processes see 47 to 49 training images, expected the same"):
+        Run(settings(tmp_path / "photos"), tmp_path / "other", quiet=True)
+
+
+def test_workers_of_evaluation_are_those_of_the_configuration(photos, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(streamed, "worker_count", lambda workers, **_: asked.append(workers) or 0)
+    task = build.task(settings(photos, "workers=3"))
+    task.evaluate(task.data.val)
+    task.close()
+    assert asked == [3, 3]
+
+
+def test_a_corrupt_image_of_the_validation_set_is_named_once(photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "photos")
+    (tmp_path / "photos" / "val" / "dark" / "3.jpg").write_bytes(b"")
+    run = Run(settings(tmp_path / "photos"), tmp_path / "run", quiet=True)
+    summary = run.train()
+    named = [message for message in run.messages if message.startswith("skipped")]
+    assert len(named) == 1
+    assert "val/dark/3.jpg cannot be read as an image" in named[0]
+    assert (summary["test_accuracy"] * 15 / 100) == pytest.approx(round(summary["test_accuracy"] * 15 / 100))
+
+
+def test_a_resumed_run_may_accumulate_and_says_what_batch_norm_sees(photos, tmp_path):
+    run = Run(settings(photos, "iterations=8"), tmp_path / "run", quiet=True)
+    advance = run.advance
+    run.advance = lambda: (advance(), run.step == 5 and os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Interrupted):
+        run.train()
+    resumed = Run.resume(tmp_path / "run", ["accumulate=2"], quiet=True)
+    resumed.train()
+    assert "batch norm sees 4 images at a time from here on, not 8: accumulate= changes that" in resumed.messages
 
 
 def test_the_graph_engine_gets_the_same_batches(photos):

@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ def evaluate(options: argparse.Namespace) -> None:
         result |= score(model, getattr(images, options.split), images)._asdict()
     except Exception as error:
         raise PackError(f"{options.what} cannot be tested on {images}: {first_line(error)}") from error
+    for problem in getattr(getattr(images, options.split), "problems", ()):
+        print(f"skipped: {problem}", file=sys.stderr)
     if options.json:
         print(json.dumps(result))
         return

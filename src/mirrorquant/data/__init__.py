@@ -12,10 +12,10 @@ from .augment import Extra
 from .base import Data, DataError, Images, Split
 from .loader import Loader, clean_batches, loader
 from .registry import DataSet, get, label, load, names, register
-from .streamed import Photos, StreamedLoader, cached
+from .streamed import Photos, StreamedLoader, cached, generator
 
 __all__ = ["Data", "DataError", "DataSet", "Extra", "Images", "Loader", "Photos", "Split", "StreamedLoader"]
-__all__ += ["cached", "clean_batches", "get", "label", "load", "loader", "names", "register"]
+__all__ += ["cached", "clean_batches", "generator", "get", "label", "load", "loader", "names", "register"]
 
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)

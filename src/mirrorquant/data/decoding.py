@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import DataError
-from .pictures import FORMATS, MOST_PIXELS
+from .pictures import FORMATS, MOST_PIXELS, rgb
 
 Box = tuple[int, int, int, int]  # top, left, height and width
 NUMBERS = 41  # uniform random numbers that `random_box` and a flip take: ten tries of four, and one
@@ -108,7 +108,7 @@ def _with_pillow(content: bytes, size: int, choose: Callable[[int, int], Box] | 
             box = choose(height, width) if choose else (0, 0, height, width)
             if (factor := _factor(box, size if choose else 0)) > 1:
                 file.draft(None, (width // factor, height // factor))
-            image = file.convert("RGB")
+            image = rgb(file)
     except UnidentifiedImageError as error:
         raise ValueError("empty" if not content else "neither PNG nor JPEG") from error
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, 3)

@@ -143,12 +143,12 @@ def loader(
 
 
 def clean_batches(
-    images: Split, data: Data, batch_size: int, part: tuple[int, int] = (0, 1)
+    images: Split, data: Data, batch_size: int, part: tuple[int, int] = (0, 1), workers: int = -1
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """All images in order, normalised like `data` but not augmented, for evaluation; the last batch may be smaller.
 
     Of several processes each takes a `part`, its rank and the number of processes: every count-th image from the
-    rank on.
+    rank on. Image files are read by `workers`; those that cannot be read are skipped and named in `images.problems`.
 
     >>> from mirrorquant.data import load
     >>> data = load("digits")
@@ -156,7 +156,7 @@ def clean_batches(
     [100, 100, 100, 60]
     """
     if isinstance(images, Photos):
-        yield from streamed_batches(images, data, batch_size, part=part)
+        yield from streamed_batches(images, data, batch_size, workers, part)
         return
     rank, count = check_part(part)
     step = batch_size * count

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from torch import Tensor
 from mirrorquant import _files
 
 from .base import DataError
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 FORMATS = ("PNG", "JPEG")  # pillow has dozens more, and runs Ghostscript for one of them
 MOST_PIXELS = 1 << 26  # of a file, decoded: 256 MiB in pillow
@@ -59,6 +63,11 @@ def decode_once(paths: Sequence[Path], size: int, cache: Path) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8, offset=32).view(len(paths), 3, size, size)
 
 
+def rgb(file: Image.Image) -> Image.Image:
+    """The image in colour, with 8 bits per channel; grey levels of 16 bits are divided by 256, not clipped."""
+    return (file.point(lambda level: level * (1 / 256)).convert("L") if file.mode[0] == "I" else file).convert("RGB")
+
+
 def _pixels(path: Path, size: int, fit: bool) -> bytearray:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -67,7 +76,7 @@ def _pixels(path: Path, size: int, fit: bool) -> bytearray:
             width, height = file.size
             if width * height > MOST_PIXELS:  # known from the header: nothing is decoded yet
                 raise ValueError(f"{width}×{height} pixels, expected {MOST_PIXELS:,} at most")
-            image = file.convert("RGB")
+            image = rgb(file)
         if fit:
             image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
     except Exception as error:  # pillow's decoders fail in many ways

@@ -74,7 +74,9 @@ class Store:
         temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.writing")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(file.parent)
             with temporary.open("wb") as content:
+                _lock(content)
                 sides = _write_pixels(content, chunks, count, lambda line: say(f"{file.name}: {line}"))
                 ends = (3 * sides.prod(1)).cumsum(0)
                 index = torch.cat([(ends - 3 * sides.prod(1))[:, None], sides], 1)
@@ -112,6 +114,24 @@ class Store:
         if len(rows) != 3 * width * h:
             raise DataError(f"{self.file} has been cut off: start again, it is made anew.")
         return torch.frombuffer(rows, dtype=torch.uint8).view(h, width, 3)[:, left : left + w]
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes what processes that were killed had written; a living one holds a lock."""
+    for unfinished in folder.glob("*.pixels.*.writing"):
+        with suppress(OSError), unfinished.open("rb") as content:
+            if _lock(content):
+                unfinished.unlink()
+
+
+def _lock(content: BinaryIO) -> bool:
+    """Locks an open file until it is closed; False, or OSError, where that is not possible."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        return False
+    fcntl.flock(content, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return True
 
 
 def _write_pixels(

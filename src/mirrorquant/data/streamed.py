@@ -107,6 +107,7 @@ class Photos:
     size: int = 224
     device: torch.device = CPU
     store: Store | None = field(default=None, repr=False)
+    problems: list[str] = field(init=False, repr=False, default_factory=list)  # files that evaluation has skipped
     _streams: dict[object, DataLoader[Any]] = field(init=False, repr=False, default_factory=dict)  # for evaluation
 
     def __post_init__(self) -> None:
@@ -268,7 +269,8 @@ def clean_batches(
     """All images in order, normalised like `data` but not augmented, for evaluation; the last batch may be smaller.
 
     Of several processes each takes a `part`, its rank and the number of processes: every count-th image from the
-    rank on. The workers wait for the next call; they end with `photos`. A file that is no image raises `DataError`.
+    rank on. The workers wait for the next call; they end with `photos`. A file that is no image is skipped and named in
+    `photos.problems`; too many of them raise `DataError`.
     """
     rank, count = check_part(part)
     images, key = _Clean(replace(photos), batch_size, rank, count), (batch_size, part, workers)
@@ -278,8 +280,11 @@ def clean_batches(
     batches = _begun(stream)
     try:
         for _ in range(len(images)):
-            pixels, labels, _ = _following(batches)
-            yield _on_device(data, photos.device, pixels, labels)
+            pixels, labels, corrupt = _following(batches)
+            photos.problems.extend(why for why in corrupt.values() if why not in photos.problems)
+            check_corrupt(photos.problems, len(photos))
+            if len(labels):
+                yield _on_device(data, photos.device, pixels, labels)
         photos._streams[key] = stream
     except BaseException:  # also if the caller wants no more
         _end(batches)
@@ -448,13 +453,22 @@ class _Clean(Dataset[Any]):
 
     def __getitem__(self, k: int) -> Batch | DataError:
         chosen = range(self.rank, len(self.photos), self.count)[k * self.batch_size : (k + 1) * self.batch_size]
-        images = _empty(len(chosen), self.photos.size)
+        images, read, corrupt = _empty(len(chosen), self.photos.size), list[int](), dict[int, str]()
         try:
-            for row, number in enumerate(chosen):
-                images[row].copy_(self.photos.evaluated(number).permute(2, 0, 1))
+            for number in chosen:
+                if self._fill(images[len(read)], number, corrupt):
+                    read.append(number)
         except DataError as error:
             return error
-        return images, self.photos.labels[torch.tensor(chosen)], {}
+        return images[: len(read)], self.photos.labels[torch.tensor(read, dtype=torch.int64)], corrupt
+
+    def _fill(self, row: Tensor, number: int, corrupt: dict[int, str]) -> bool:
+        """Writes an image, unless it cannot be read."""
+        try:
+            row.copy_(self.photos.evaluated(number).permute(2, 0, 1))
+        except Unreadable as error:
+            corrupt[number] = str(error)
+        return number not in corrupt
 
 
 @dataclass
@@ -500,7 +514,8 @@ def _stream(batches: Dataset[Any], order: Iterable[int], workers: int, device: t
 
 def _start_worker(number: int) -> None:
     parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:  # it died just now, and torch would not notice any more
+    orphan = parent is not None and os.getppid() != parent.pid and multiprocessing.get_start_method() == "fork"
+    if orphan:  # the parent died just now, and torch would not notice any more
         os._exit(1)
     torch.set_num_threads(1)
     for number in (signal.SIGINT, signal.SIGTERM):  # which reach all processes; the one in charge ends the others

@@ -21,7 +21,7 @@ from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.select import NORMS, split
 from mirrorquant.train import checkpoint
 from mirrorquant.train.config import Config, ConfigError
-from mirrorquant.train.distributed import ALONE, World, local_rank, world
+from mirrorquant.train.distributed import ALONE, World, own_gpu, world
 from mirrorquant.train.objective import Objective
 from mirrorquant.train.task import Task
 
@@ -32,12 +32,12 @@ def device(config: Config) -> torch.device:
     """The device; auto is CUDA where there is one."""
     name = config.device
     if name == "auto":
-        return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda|cuda:(0|[1-9]\d?)", name, re.ASCII):
         raise ConfigError(f"device is {name!r}, but it must be auto, cpu, cuda or cuda:N")
     if ":" in name and world().size > 1:
         raise ConfigError(f"device is {name!r}, but several processes need a GPU each: use device=cuda")
-    found = torch.device(name, local_rank()) if name == "cuda" else torch.device(name)
+    found = torch.device("cuda", own_gpu()) if name == "cuda" else torch.device(name)
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
     return found
@@ -124,7 +124,8 @@ def optimizer(config: Config, model: nn.Module, batches_per_epoch: int) -> Mirro
     groups: list[dict[str, Any]] = [{"params": learnt}]
     try:
         if config.method != "ref":  # the paper quantizes everything; in a custom model, some parameters must stay float
-            groups = split(model, skip=config.skip, everything=":" not in config.model)
+            everything = ":" not in config.model
+            groups = split(model, skip=config.skip, everything=everything, norms=config.quantize_norms)
         groups = groups if config.decay_norms else _norms_apart(groups, model)
         base: torch.optim.Optimizer = classes[config.optimizer](groups, **options)
         with unwarned():  # the paper's ternary networks start at zero, by design; the end of a run reports problems
@@ -135,8 +136,8 @@ def optimizer(config: Config, model: nn.Module, batches_per_epoch: int) -> Mirro
 
 
 def _norms_apart(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
-    """The same groups, with the parameters of normalization layers in groups of their own, without weight decay."""
-    norms = {p for m in model.modules() if isinstance(m, NORMS) for p in m.parameters(recurse=False)}
+    """The same groups, with the parameters of normalization layers and PReLU in their own, without weight decay."""
+    norms = {p for m in model.modules() if isinstance(m, (*NORMS, nn.PReLU)) for p in m.parameters(recurse=False)}
     found = []
     for group in groups:
         why = group.get("why") or [""] * len(group["params"])
@@ -235,6 +236,7 @@ def task(
         channels_last=channels_last,
         compile=place.type == "cuda" if config.compile is None else config.compile,
         accumulate=config.accumulate,
+        workers=config.workers,
         world=world,
     )
 

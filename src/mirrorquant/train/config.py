@@ -118,6 +118,7 @@ class Config:
     levels: str = _method("binary", "binary, ternary, or numbers like -1,0,1", used="method!=ref")
     scale: str = _method("", "factor on the levels, as in tensor or channel-learnt; empty for none", used="method!=ref")
     skip: list[str] = _method([], "patterns of parameters or modules that stay in float", used="method!=ref")  # noqa: RUF009
+    quantize_norms: bool = _method(False, "quantize the parameters of batch norm, too", used="method!=ref")
 
     # The base optimizer and its learning rate.
     optimizer: str = _optimizer("adam", "base optimizer", choices=("adam", "adamw", "sgd"))
@@ -125,7 +126,7 @@ class Config:
     momentum: float = _optimizer(0.9, "momentum of SGD", least=0, most=1e35, used="optimizer=sgd")
     nesterov: bool = _optimizer(False, "Nesterov momentum", used="optimizer=sgd")
     weight_decay: float = _optimizer(0.0, "weight decay; AdamW decouples it from the gradient", least=0, most=1e35)
-    decay_norms: bool = _optimizer(True, "weight decay on the parameters of batch norm, too", used="weight_decay!=0.0")
+    decay_norms: bool = _optimizer(True, "weight decay of batch norm and PReLU, too", used="weight_decay!=0.0")
     lr_schedule: str = _optimizer("step", "learning rate over time", choices=(*_LR_SCHEDULES, _OWN))
     lr_scale: float = _optimizer(1.0, "factor every lr_interval", least=1e-300, most=1e300, used=_lr("scale"))
     lr_interval: int = _optimizer(30000, "iterations; see lr_scale", least=1, used=_lr("every"))
@@ -153,7 +154,6 @@ class Config:
     epochs: float = _training(0.0, "passes over the training images, in place of iterations", least=0, most=1e9)
     rescale: bool = _training(True, "other iterations than the recipe's stretch its schedules of lr and β")
     batch_size: int = _training(128, "images per step, of all processes together", least=1)
-    accumulate: int = _training(1, "parts of a batch that are computed one after the other, to save memory", least=1)
     sync_norms: bool = _training(False, "batch norm over the images of all processes (SyncBatchNorm, on CUDA)")
     keep: str = _training("best", "network to test and store: best on validation, or last", choices=("best", "last"))
     eval_every: int = _training(100, "iterations between validations of the rounded network; 0 for an epoch", least=0)
@@ -169,6 +169,7 @@ class Config:
     data_root: str = _machine("data", "folder of the data sets")
     cache: str = _machine("", "folder for decoded copies of image files, made once; empty for none")
     workers: int = _machine(-1, "processes that read image files; -1 for one per core", least=-1, most=1024)
+    accumulate: int = _machine(1, "parts of a batch that are computed one after the other, to save memory", least=1)
     threads: int = _machine(0, "on the CPU; 0 for torch's choice", least=0, most=1024)
     engine: str = _machine("auto", "graph is a CUDA graph, auto on CUDA", choices=("auto", "plain", "graph", "eager"))
 
@@ -179,6 +180,7 @@ class Config:
 
     # Where the configuration comes from; cannot be overridden.
     recipe: str = _origin("", "name of the recipe")
+    images: int = _origin(0, "number of training images")
     paper: float = _origin(0.0, "test accuracy in the paper's table, in percent")
     paper_top5: float = _origin(0.0, "top-5 accuracy in the paper's table, in percent")
     note: str = _origin("", "how the recipe differs from the paper")
@@ -265,7 +267,7 @@ class Config:
         Traceback (most recent call last):
         ...
         mirrorquant.train.config.ConfigError: lr cannot change when a run resumes, only device, data_root, cache,
-        workers, threads, engine, log_every, histogram_every, checkpoint_every: start a new run
+        workers, accumulate, threads, engine, log_every, histogram_every, checkpoint_every: start a new run
         """
         free = [name for name, each in KEYS.items() if each.section in ("machine", "logging")]
         changed = dict(map(_parse, overrides))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mirrorquant.errors import MirrorquantError
 
-__all__ = ["ALONE", "JobError", "World", "joined", "local_rank", "statistics", "world"]
+__all__ = ["ALONE", "JobError", "World", "joined", "local_rank", "own_gpu", "statistics", "world"]
 
 PATIENCE = timedelta(hours=6)  # one process may make a cache of ImageNet while the others wait
 _T = TypeVar("_T")
@@ -70,6 +70,10 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def least(self, value: int, device: torch.device) -> int:
+        """The least of the processes' values."""
+        return -self.largest(-value, device)
+
     def largest(self, value: int, device: torch.device) -> int:
         """The largest of the processes' values."""
         if self.size == 1:
@@ -107,8 +111,13 @@ def world() -> World:
 
 
 def local_rank() -> int:
-    """The number of this process on its machine, which is the number of its GPU."""
+    """The number of this process on its machine."""
     return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def own_gpu() -> int:
+    """The number of this process's GPU, of those that it sees: perhaps only its own."""
+    return local_rank() % max(1, torch.cuda.device_count())
 
 
 @contextmanager
@@ -118,7 +127,7 @@ def joined() -> Iterator[World]:
         yield ALONE
         return
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(own_gpu())
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
     found = world()
     try:
@@ -143,6 +152,6 @@ def _lost(error: RuntimeError) -> bool:
 
 
 def statistics(model: nn.Module) -> list[Tensor]:
-    """The running means and variances of a model's batch norms."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    """The running means and variances of a model's normalization layers."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     return [t for norm in norms for t in (norm.running_mean, norm.running_var) if t is not None]

@@ -16,7 +16,7 @@ from mirrorquant.train.objective import SCORES, Objective
 
 __all__ = ["BATCH", "MANY_CLASSES", "Score", "has_nan", "layers", "not_finite", "score"]
 
-BATCH = 500
+BATCH, STREAMED_BATCH = 500, 125
 MANY_CLASSES = 100  # from which on top-5 accuracy says something
 
 
@@ -43,15 +43,21 @@ def score(
     context: torch.autocast | nullcontext[None] | None = None,
     *,
     world: World = ALONE,
+    workers: int = -1,
 ) -> Score:
-    """The score of a model on clean images, each process with its share of them; keeps the model's mode."""
-    mode, totals = model.training, torch.zeros(SCORES, device=images.device)
+    """The score of a model on clean images, each process with its share of them; keeps the model's mode.
+
+    Files that cannot be read do not count.
+    """
+    mode, totals, count = model.training, torch.zeros(SCORES, device=images.device), 0
+    size = BATCH if isinstance(images, Images) else STREAMED_BATCH
     model.eval()
     with context or nullcontext():
-        for x, y in clean_batches(images, data, BATCH, part=world.part):
+        for x, y in clean_batches(images, data, size, part=world.part, workers=workers):
             totals += objective.tally(model(x), y)
+            count += len(y)
     model.train(mode)
-    return Score.of(world.total(totals), len(images))
+    return Score.of(world.total(totals), int(world.total(torch.tensor(count, device=images.device))))
 
 
 def layers(opt: MirrorDescent) -> list[dict[str, Any]]:

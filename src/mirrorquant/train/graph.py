@@ -66,6 +66,8 @@ class GraphEngine(PlainEngine):
         self.parts = [part for i in groups for part in _parts(task.opt, i, names, task.dtype)]
         self.weights = {name: w for part in self.parts for name, w in part.weights.items()}
         self.moving = [part for part in self.parts if not part.frozen]
+        for part in self.moving if task.accumulate * task.world.size > 1 else []:
+            part.sum_in_float32()
         self.masters = [(part.index, part.master) for part in self.moving if part.master is not None]
         for index, group in enumerate(task.opt.param_groups):
             scales = [p for p in group["params"] if p not in names]
@@ -153,7 +155,9 @@ class GraphEngine(PlainEngine):
                 self.losses += loss.detach()
         with torch.no_grad():
             if world.size > 1:
-                world.average([*(part.gradient for part in self.moving), *statistics(self.task.model)])
+                world.average([*(part.total for part in self.moving), *statistics(self.task.model)])
+            for part in self.moving:
+                part.take_total()
             self._move()
             self.feed.end()
 
@@ -201,7 +205,9 @@ class GraphEngine(PlainEngine):
         torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def _norms(self) -> list[nn.modules.batchnorm._BatchNorm]:
+        """Batch norms whose counters can be left out of a step; SyncBatchNorm needs its own."""
         norms = [m for m in self.task.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        norms = [m for m in norms if not isinstance(m, nn.SyncBatchNorm)]
         return [m for m in norms if m.num_batches_tracked is not None and m.momentum is not None]
 
 
@@ -273,6 +279,7 @@ class _Streamed:
         self.stream: Any = None
         if self.device.type == "cuda":
             self.stream, self.taken = torch.cuda.Stream(self.device), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def begin(self, k: int) -> None:
         """Puts batch k where the step reads it."""
@@ -415,7 +422,7 @@ class Part:
         self.weights = {}
         for name, view, p in zip(params, self.views(self.image), self.layout, strict=True):
             self.weights[name] = view.copy_(p).detach().requires_grad_(not self.frozen)
-        self.image.grad = torch.zeros_like(self.image)
+        self.image.grad = self.total = torch.zeros_like(self.image)
         self.state: dict[str, Any] = opt.state.get(next(iter(params.values())), {})
         if flat and not self.frozen:
             lifted = moved[0].shape[: moved[0].dim() - like.dim()]
@@ -440,15 +447,18 @@ class Part:
         parts = [flat[..., a : a + p.numel()] for a, p in zip(self.starts, self.layout, strict=True)]
         return [_shape(part, p) for part, p in zip(parts, self.layout, strict=True)]
 
-    @property
-    def gradient(self) -> Tensor:
-        """The gradient of the image."""
-        assert self.image.grad is not None
-        return self.image.grad
+    def sum_in_float32(self) -> None:
+        """Keeps a total of gradients apart from that of the image, whose precision would lose small parts of it."""
+        self.total = self.total.float()
 
     def take_gradients(self, grads: list[Tensor], *, add: bool = False) -> None:
-        """Copies the gradients of the weights into that of the image, or adds them to it."""
-        (torch._foreach_add_ if add else torch._foreach_copy_)(self.views(self.gradient), grads)
+        """Copies the gradients of the weights into the total, or adds them to it."""
+        (torch._foreach_add_ if add else torch._foreach_copy_)(self.views(self.total), grads)
+
+    def take_total(self) -> None:
+        """Makes the total the gradient of the image."""
+        if self.total is not self.image.grad:
+            self.image.grad.copy_(self.total)  # type: ignore[union-attr]
 
 
 def _parts(opt: MirrorDescent, index: int, names: dict[Tensor, str], dtype: torch.dtype) -> list[Part]:

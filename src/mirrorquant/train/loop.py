@@ -8,6 +8,7 @@ this is the number in the paper's tables.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import math
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from mirrorquant import data
 from mirrorquant._version import __version__
 from mirrorquant.calibration import recalibrate
 from mirrorquant.health import health, unwarned
@@ -79,7 +81,8 @@ class Run:
             init = not resumed or not self.world.shared(self.folder.checkpoints)
             # A run from elsewhere starts no download.
             self.task = build.task(config, download=not resumed, init=init, world=self.world, say=self.say)
-            self.config = config if resumed else build.resolve(config).timed(self.task.loader.batches_per_epoch)
+            self._check_images(config)
+            self.config = config if resumed else self._begun(config)
             self.progress.total = self.config.iterations
             if self.world.chief:
                 self.folder.write("config.json", self.config.text())
@@ -91,7 +94,24 @@ class Run:
         say = self.say if self.world.chief else process.say_apart
         self.supply = process.Supply(self.task.loader, say, cached=bool(config.cache))
         self.step, self.logged, self.best_step, self.best_accuracy = 0, 0, -1, -1.0
+        self.meeting, self.pace = 0, process.Pace()
         self.best: dict[str, Tensor] = {}
+
+    def _begun(self, config: Config) -> Config:
+        """The configuration of a new run, with all that depends on the device and the data."""
+        images = len(self.task.data.train)
+        return dataclasses.replace(build.resolve(config).timed(self.task.loader.batches_per_epoch), images=images)
+
+    def _check_images(self, config: Config) -> None:
+        """Raises :class:`RunError` if a run goes on with more or fewer training images, or processes have others."""
+        count, place = len(self.task.data.train), self.task.device
+        began = config.images or count
+        if began != count:
+            remedy = "restore them, or start a new run"
+            raise RunError(f"the run began with {began} training images, but now there are {count}: {remedy}")
+        fewest, most = self.world.least(count, place), self.world.largest(count, place)
+        if fewest != most:
+            raise RunError(f"processes see {fewest} to {most} training images, expected the same: copy the data again")
 
     @classmethod
     def resume(cls, folder: str | os.PathLike[str], overrides: Sequence[str] = (), *, quiet: bool = False) -> Run:
@@ -119,10 +139,14 @@ class Run:
             return self._finish()
 
     def _asked_to_stop(self, signals: list[int]) -> int:
-        """The number of a signal, or 0; several processes ask one another now and then, to stop at the same step."""
-        if self.world.size > 1 and self.step % self.config.log_every:
+        """The number of a signal, or 0; several processes ask one another every few seconds, to stop at one step."""
+        number, device = max(signals, default=0), self.task.device
+        if self.world.size == 1:
+            return number
+        if self.step < self.meeting:
             return 0
-        return self.world.largest(max(signals, default=0), self.task.device)
+        self.meeting = self.step + self.world.least(self.pace.steps(self.step), device)
+        return self.world.largest(number, device)
 
     def advance(self) -> None:
         """One iteration; its loss is added to the engine's ``losses``."""
@@ -244,6 +268,7 @@ class Run:
             "seconds": self.clock.seconds,
             "aside": self.clock.aside,
             "losses": self.engine.losses,
+            "at_once": self.task.images_at_once,
             "model": self.task.model.state_dict(),
             "optimizer": self.task.opt.state_dict(),
             "rng": torch.get_rng_state(),
@@ -270,6 +295,8 @@ class Run:
             if not self.world.chief:
                 losses, _ = self._load(state)  # before there is an engine, which starts from the model as it is
                 self.engine.losses.fill_(losses)
+                own = data.generator(self.config.seed, self.world.rank, self.step)
+                torch.manual_seed(own.initial_seed())  # or all processes would drop the same activations
         self.saved = time.monotonic()
         self.progress.begin(self.step)
 
@@ -301,6 +328,9 @@ class Run:
         state.setdefault("logged", task.opt.steps - task.opt.steps % theirs.log_every)
         if not (0 <= state["logged"] <= state["step"] and -1 <= state["best_step"] <= state["step"]):
             raise ValueError("it counts more than the steps that were taken")
+        before, now = state.get("at_once"), task.images_at_once
+        if before not in (None, now) and distributed.statistics(task.model):
+            self.say(f"batch norm sees {now} images at a time from here on, not {before}: accumulate= changes that")
         for name in _COUNTS:
             setattr(self, name, type(getattr(self, name))(state[name]))
         self.clock.earlier = float(state["seconds"])
@@ -329,6 +359,7 @@ class Run:
             recalibrate(task.model, (task.loader.batch(k)[0] for k in range(config.recalibrate)))
             self.world.average(distributed.statistics(task.model))
         test = task.evaluate(task.data.test)
+        self.supply.name_problems()
         images = {"classes": len(task.data.classes), "shape": list(task.data.shape)}
         best = {"model": task.model.state_dict(), "config": config.text(), "images": images}
         if self.world.chief:
@@ -359,6 +390,7 @@ class Run:
             },
             "engine": {
                 "engine": self.engine.name,
+                "processes": self.world.size,
                 "precision": str(task.dtype).removeprefix("torch."),
                 "compile": task.compile,
                 "channels_last": task.channels_last,

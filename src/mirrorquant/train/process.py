@@ -15,8 +15,9 @@ from mirrorquant._text import printable
 from mirrorquant.data import Loader, StreamedLoader
 from mirrorquant.train.config import Config
 
-__all__ = ["Clock", "Supply", "say_apart", "settings", "signals"]
+__all__ = ["Clock", "Pace", "Supply", "say_apart", "settings", "signals"]
 
+MEETING = 5.0  # seconds between two steps at which processes agree on whether to stop
 STARVED, ROW = 0.15, 3  # a message comes when training waits for this share of the time, in so many records in a row
 
 
@@ -76,6 +77,20 @@ class Clock:
         self.aside[what] += time.monotonic() - began
 
 
+class Pace:
+    """How many steps a run makes between two meetings of its processes."""
+
+    def __init__(self) -> None:
+        self.step, self.time = 0, time.monotonic()
+
+    def steps(self, step: int) -> int:
+        """The steps that take as long as two meetings should be apart, as measured since the last call; 1 at least."""
+        now = time.monotonic()
+        rate = (step - self.step) / max(now - self.time, 1e-3)
+        self.step, self.time = step, now
+        return max(1, min(1000, int(MEETING * rate)))
+
+
 def say_apart(message: str) -> None:
     """Prints a message of a process that shows no progress."""
     print(printable(message), file=sys.stderr, flush=True)
@@ -87,15 +102,23 @@ class Supply:
     def __init__(self, loader: Loader | StreamedLoader, say: Callable[[str], None], *, cached: bool) -> None:
         self.loader, self.say, self.cached = loader, say, cached
         self.waited = self.seconds = 0.0
-        self.named = self.row = 0
+        self.named, self.row = set[str](), 0
+
+    def name_problems(self) -> None:
+        """Names the files that were skipped in training or evaluation and have not been named yet."""
+        if isinstance(self.loader, StreamedLoader):
+            data = self.loader.data
+            evaluated = [problem for split in (data.val, data.test) for problem in getattr(split, "problems", ())]
+            for problem in dict.fromkeys([*self.loader.problems, *evaluated]):
+                if problem not in self.named:
+                    self.named.add(problem)
+                    self.say(f"skipped: {problem}")
 
     def record(self, seconds: float) -> dict[str, float]:
         """For the metrics, the share of the time since the last record in which training waited for images."""
         if not isinstance(self.loader, StreamedLoader):
             return {}
-        for problem in self.loader.problems[self.named :]:
-            self.say(f"skipped: {problem}")
-        self.named = len(self.loader.problems)
+        self.name_problems()
         share = (self.loader.waited - self.waited) / max(seconds - self.seconds, 1e-9)
         if self.row < ROW:
             self.row = self.row + 1 if share > STARVED and self.seconds else 0

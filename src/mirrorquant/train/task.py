@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,8 @@ class Task:
     """A model with its optimizer on a device, its batches, its objective and its learning rate by step.
 
     ``dtype`` is the precision of the network: bfloat16 is autocast. ``compile`` and ``channels_last`` are for speed.
-    A batch is computed in ``accumulate`` parts. Of several processes in the ``world``, each has its share of the batch.
+    A batch is computed in ``accumulate`` parts. Of several processes in the ``world``, each has its share of the batch,
+    and ``workers`` processes that read image files.
     """
 
     model: nn.Module
@@ -37,7 +39,13 @@ class Task:
     channels_last: bool = False
     compile: bool = False
     accumulate: int = 1
+    workers: int = -1
     world: World = ALONE
+
+    @property
+    def images_at_once(self) -> int:
+        """The number of images that batch norm sees at a time."""
+        return self.loader.batch_size // (self.accumulate * self.world.size)
 
     def batch(self, k: int) -> Batch:
         """Training batch k (this process's share of it), in the memory format of the model."""
@@ -62,4 +70,5 @@ class Task:
 
     def evaluate(self, images: Images | Photos) -> evaluate.Score:
         """The score of the model as it is."""
-        return evaluate.score(self.model, images, self.data, self.objective, self.autocast(), world=self.world)
+        options: dict[str, Any] = {"world": self.world, "workers": self.workers}
+        return evaluate.score(self.model, images, self.data, self.objective, self.autocast(), **options)
