@@ -256,7 +256,7 @@ def test_accuracy_and_hyperparameters_are_the_papers(name: str) -> None:
     assert recipe["lr"] == float(lr)
     assert recipe["lr_scale"] == (1.0 if lr_scale == "-" else float(lr_scale))
     assert recipe["weight_decay"] == float(weight_decay)
-    rate = recipe.get("pq_rate" if recipe["method"] == "pq" else "beta_scale")
+    rate = recipe.get("pq_rate" if recipe["method"].startswith("pq") else "beta_scale")
     assert rate == (None if beta_scale == "-" else float(beta_scale))
     assert recipe.get("beta_interval") == (None if beta_interval == "-" else int(beta_interval))
 
@@ -275,7 +275,7 @@ def test_setup_is_the_papers(name: str) -> None:
 def test_a_recipe_says_what_its_name_says(name: str) -> None:
     recipe = recipes.get(name)
     data, model, *levels, method = name.split("/")
-    methods = {"pq-star": "pq", "pmf-star": "pmf"}
+    methods = {"pq-star": "pq" if levels == ["binary"] else "pq-levels", "pmf-star": "pmf"}
     if name in PHOTOS and levels:
         methods[method] = "md-tanh-s"
         assert method.startswith("md-tanh-s")
@@ -297,12 +297,12 @@ def test_a_recipe_is_a_configuration_in_which_every_key_has_an_effect(name: str)
 @pytest.mark.parametrize("name", recipes.names())
 def test_keys_are_there_only_where_they_mean_something(name: str) -> None:
     recipe = recipes.get(name)
-    anneals = recipe["method"] not in ("ref", "bc", "pq")
+    anneals = recipe["method"] not in ("ref", "bc", "pq", "pq-levels")
     for key in ("beta_scale", "beta_interval", "beta_cap"):
         assert (key in recipe) == anneals
     assert recipe.get("beta_cap", 1e35) == (1e4 if name.endswith("/pmf") else 1e35)
     for key in ("pq_rate", "finalize_at"):
-        assert (key in recipe) == (recipe["method"] == "pq")
+        assert (key in recipe) == recipe["method"].startswith("pq")
     assert recipe.get("finalize_at", 0.6667) == 0.6667
 
 
@@ -310,9 +310,9 @@ def test_keys_are_there_only_where_they_mean_something(name: str) -> None:
 def test_a_note_says_what_does_not_come_from_the_paper(name: str) -> None:
     recipe = recipes.get(name)
     note = recipe.get("note", "")
-    assert ("ProxQuant" in note) == (recipe["method"] == "pq")
+    assert ("ProxQuant" in note) == recipe["method"].startswith("pq")
     assert ("random resized crop" in note) == (recipe["data"] == "tinyimagenet")
-    assert bool(note) == (recipe["method"] in ("pq", "pmf") or recipe["data"] == "tinyimagenet")
+    assert bool(note) == (recipe["method"] in ("pq", "pq-levels", "pmf") or recipe["data"] == "tinyimagenet")
 
 
 @pytest.mark.parametrize("name", [name for name in recipes.names() if name not in PHOTOS])

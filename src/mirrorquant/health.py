@@ -144,11 +144,11 @@ def health(opt: MirrorDescent, loss: Callable[[], Tensor | float] | None = None)
             with opt.quantized():
                 losses.append(float(loss()))
         for q in opt._quantized():
-            levels, weight, scale = q.method.levels, q.weight.detach(), q.state.get("scale", 1.0)
-            on_levels = levels.holds(weight, q.state.get("scale"))
-            rounded = levels.nearest((weight if on_levels else q.method.rounded(q.state, q.beta)) / scale)
-            shares, gap = _compared(local(weight / scale), local(rounded), levels)
-            typical = _typical(local(q.state["latent"] / scale), local(weight))
+            levels, weight = q.method.levels, q.weight.detach()
+            final = weight if q.method.holds(weight, q.state) else q.method.rounded(q.state, q.beta)
+            rounded = levels.nearest(q.method.in_units(final, q.state))
+            shares, gap = _compared(local(q.method.in_units(weight, q.state)), local(rounded), levels)
+            typical = _typical(local(q.method.in_units(q.state["latent"], q.state)), local(weight))
             found.append(TensorHealth(q.name, levels, weight.numel(), shares, gap, float(q.beta), typical))
     return Health(tuple(found), *losses)
 

@@ -486,7 +486,7 @@ class MirrorDescent(Optimizer):
             raise RuntimeError(self._changed(q.name, "finalize()"))
         if bool(local(q.method.image(state, q.beta)).isnan().any()):
             raise RuntimeError(f"{kind}.project gives NaN for {q.name} at beta {float(q.beta):g}; nothing was rounded")
-        if not q.method.levels.holds(q.method.rounded(state, q.beta).to(q.weight.dtype), state.get("scale")):
+        if not q.method.holds(q.method.rounded(state, q.beta).to(q.weight.dtype), state):
             raise RuntimeError(f"{kind}.round left {q.name} off its {q.method.levels}; nothing was rounded")
         return final
 

@@ -30,7 +30,8 @@ class Method:
     attributes describe the method: ``name`` registers it; ``label`` and ``colour`` are for tables and plots (ours are
     Paul Tol's "muted" colours, which remain distinct with any colour vision); ``uses_beta`` says whether it is
     annealed, ``lowest_beta`` is its least β, ``can_decay`` says whether its latents survive L2 weight decay, and
-    ``can_follow`` whether they stay on the scale of the weights, so that a scale can be computed from them.
+    ``can_follow`` whether they stay on the scale of the weights, so that a scale can be computed from them, and
+    ``lifts`` whether a latent has one number per level.
 
     Args:
         levels: the quantization levels, which may have a scale.
@@ -46,6 +47,7 @@ class Method:
     lowest_beta: ClassVar[float] = 1.0
     can_decay: ClassVar[bool] = True
     can_follow: ClassVar[bool] = True
+    lifts: ClassVar[bool] = False
     registry: ClassVar[dict[str, type[Method]]] = {}
     wanted: ClassVar[dict[str, list[str]]] = {}
 
@@ -190,6 +192,14 @@ class Method:
         elif self.learns_scale:
             state["scale"].clamp_(min=torch.finfo(latent.dtype).tiny)
         return latent
+
+    def holds(self, weight: Tensor, state: State) -> bool:
+        """Whether every entry of a weight is exactly one of the levels, times the scale."""
+        return self.levels.holds(weight, state.get("scale"))
+
+    def in_units(self, weight: Tensor, state: State) -> Tensor:
+        """The weight in units of its scale: its levels are those of the method."""
+        return weight / state["scale"] if "scale" in state else weight
 
     def adopted(self, weight: Tensor, state: State) -> State | None:
         """The state of which a weight is the rounded image, with its own scale; None for one that is off its levels."""

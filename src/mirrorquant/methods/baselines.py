@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from mirrorquant.methods.base import Method, nearest_or_nan
+from mirrorquant.methods.base import Method, State, nearest_or_nan
 from mirrorquant.mirrors import Beta
 
-__all__ = ["BC", "PQ", "REF"]
+__all__ = ["BC", "PQ", "REF", "PQLevels"]
+
+TERNARY_THRESHOLD = 0.7  # of mean |w|, as in ternary weight networks
 
 
 class REF(Method):
@@ -72,10 +76,85 @@ class PQ(Method):
         Two levels, W-shaped |w − T(w)| regularizer, T(w) the nearest level: w moves towards T(w) by at most r.
         More levels, its square: (w + r T(w)) / (1 + r).
         """
-        strength, target = lr * beta, self.levels.nearest(latent)
+        moved = self.approach(latent, self.levels.nearest(latent), lr * beta)
+        return moved.clamp(self.levels[0], self.levels[-1])
+
+    def approach(self, latent: Tensor, target: Tensor, strength: Beta) -> Tensor:
+        """The proximal map of a strength towards the target T(w)."""
+        if len(self.levels) > 2:
+            return (latent + strength * target) / (1 + strength)
+        distance = latent - target
+        return target + torch.sign(distance) * torch.relu(distance.abs() - strength)
+
+
+class PQLevels(PQ):
+    """ProxQuant with levels of its own for each tensor: the means of the weights that are rounded to them.
+
+    For three levels, T(w) is upper for w ≥ δ, lower for w ≤ −δ and 0 between, with δ = 0.7 mean |w|; for two, it is
+    upper for w ≥ 0 and lower for w < 0. All are computed again in each step, until the weights are rounded for good.
+    """
+
+    name = "pq-levels"
+    label = "PQ, own levels"
+    colour = "#b8a13b"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.levels) > 3 or self.levels.centre != 0:
+            raise ValueError(f"levels are {self.levels}, but {self.name} finds its own: two or three around 0")
+        object.__setattr__(self, "scale", None)  # its levels fit each tensor already
+
+    def start(self, weight: Tensor, latent: Tensor) -> dict[str, Tensor]:
+        """The lower and the upper level, and the threshold δ."""
+        return {"fitted": self.fit(latent)}
+
+    def fit(self, latent: Tensor) -> Tensor:
+        """The levels and the threshold of a tensor; a level that no weight is rounded to is at the threshold.
+
+        >>> PQLevels((-1, 0, 1)).fit(torch.tensor([-2.0, 0.1, 1.0, 2.0, -0.4]))
+        tensor([-2.0000,  1.5000,  0.7700])
+        """
+        size = latent.abs().mean() if latent.numel() else latent.new_zeros(())
+        delta = TERNARY_THRESHOLD * size * (len(self.levels) > 2)
+        up = (latent >= delta).to(latent.dtype)
+        down = (latent <= -delta).to(latent.dtype) if len(self.levels) > 2 else 1 - up
+        least = torch.maximum(delta, torch.full_like(delta, torch.finfo(delta.dtype).tiny))  # levels never meet
+        upper, lower = ((latent * part).sum() / part.sum().clamp(min=1) for part in (up, down))
+        return torch.stack([torch.minimum(lower, -least), torch.maximum(upper, least), delta])
+
+    def settle(self, latent: Tensor, beta: Beta, lr: Beta, fitted: Tensor | None = None) -> Tensor:
+        """The proximal map towards the levels of the tensor as it is now."""
+        assert fitted is not None
+        fitted.copy_(self.fit(latent))
+        return self.approach(latent, self.round(latent, beta, fitted), lr * beta)
+
+    def round(self, latent: Tensor, beta: Beta, fitted: Tensor | None = None) -> Tensor:
+        """T(w); NaN stays NaN."""
+        assert fitted is not None
+        lower, upper, delta = fitted.unbind()
         if len(self.levels) == 2:
-            distance = latent - target
-            latent = target + torch.sign(distance) * torch.relu(distance.abs() - strength)
+            weight = torch.where(latent >= 0, upper, lower)
         else:
-            latent = (latent + strength * target) / (1 + strength)
-        return latent.clamp(self.levels[0], self.levels[-1])
+            weight = torch.where(latent >= delta, upper, torch.where(latent <= -delta, lower, 0.0))
+        return torch.where(latent.isnan(), latent, weight)
+
+    def holds(self, weight: Tensor, state: State) -> bool:
+        """Whether every entry is one of the tensor's levels."""
+        found = [*state["fitted"][:2].to(weight.dtype), *[weight.new_zeros(())] * (len(self.levels) - 2)]
+        return bool(torch.stack([weight == level for level in found]).any(0).all())
+
+    def in_units(self, weight: Tensor, state: State) -> Tensor:
+        """The weight with the tensor's levels at −1 and +1."""
+        lower, upper, _ = state["fitted"]
+        return weight / torch.where(weight >= 0, upper, -lower)
+
+    def adopted(self, weight: Tensor, state: State) -> State | None:
+        """The state whose levels are the extremes of the weight, if all its entries are levels."""
+        fitted: Tensor = state["fitted"].clone()
+        wide = weight.to(fitted.dtype)
+        if wide.numel():
+            low, high = wide.aminmax()
+            fitted[0], fitted[1] = torch.where(low < 0, low, fitted[0]), torch.where(high > 0, high, fitted[1])
+        fitted[2] = torch.minimum(-fitted[0], fitted[1]) / 2 * (len(self.levels) > 2)
+        found: dict[str, Any] = {**state, "latent": wide.clone(), "fitted": fitted}
+        return found if self.holds(weight, found) else None

@@ -25,6 +25,7 @@ class MDSoftmaxS(MD):
     label = "MD-softmax-S"
     colour = "#117733"
     can_follow = False
+    lifts = True
     mirror: Mirror = field(init=False, default_factory=Softmax)
 
     def lift(self, weight: Tensor) -> Tensor:

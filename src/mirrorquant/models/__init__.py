@@ -16,10 +16,10 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from mirrorquant.models.init import initialize
+from mirrorquant.models.init import drawn, initialize
 from mirrorquant.models.registry import _MODELS, ModelError, build, identify, label, names, options, register
 
-__all__ = ["ModelError", "build", "identify", "initialize", "label", "names", "options", "register"]
+__all__ = ["ModelError", "build", "drawn", "identify", "initialize", "label", "names", "options", "register"]
 
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)

@@ -1,5 +1,7 @@
 """The initialization of the paper's experiments: "all methods are trained from a random initialization"."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -30,9 +32,12 @@ def initialize(model: nn.Module, generator: torch.Generator | None = None) -> No
         layer.reset_parameters()
     for parameter in model.parameters():
         if parameter not in fixed:
-            values = torch.empty(parameter.shape, device="cpu", dtype=torch.float32)
-            if values.dim() >= 2:
-                nn.init.xavier_uniform_(values, generator=generator)
-            else:
-                values.normal_(0.0, 0.1, generator=generator)
-            parameter.copy_(values)
+            parameter.copy_(drawn(parameter.shape, generator))
+
+
+def drawn(shape: Sequence[int], generator: torch.Generator | None = None) -> torch.Tensor:
+    """A tensor of the initialization, on the CPU in float32."""
+    values = torch.empty(*shape, device="cpu", dtype=torch.float32)
+    if values.dim() >= 2:
+        return nn.init.xavier_uniform_(values, generator=generator)
+    return values.normal_(0.0, 0.1, generator=generator)

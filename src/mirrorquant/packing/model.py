@@ -133,6 +133,7 @@ class PackedModel(nn.Module):
     about: dict[str, Any]
     _levels: dict[str, Levels]
     _run: Callable[..., Any] | None
+    _guarded: bool  # whether a call must do more than the network
 
     def __init__(
         self, network: nn.Module, plain: nn.Module, runs: dict[str, str], levels: dict[str, Levels], *, fuse: bool
@@ -142,10 +143,21 @@ class PackedModel(nn.Module):
         self.__dict__["plain"] = plain  # not registered, because it has no numbers
         self.runs, self._levels, self.about = runs, levels, {}
         self.training, self.fused, self._run = False, fuse and bool(self.layers()), None
+        self._guarded = self.fused
+
+    def register_forward_hook(self, *hook: Any, **options: Any) -> Any:
+        """As of any module."""
+        self._guarded = True
+        return super().register_forward_hook(*hook, **options)
+
+    def register_forward_pre_hook(self, *hook: Any, **options: Any) -> Any:
+        """As of any module."""
+        self._guarded = True
+        return super().register_forward_pre_hook(*hook, **options)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """As of any module, but with less overhead for small networks that run as they are."""
-        if self.fused or self._forward_hooks or self._forward_pre_hooks or is_grad_enabled():
+        if self._guarded or is_grad_enabled():
             return super().__call__(*inputs, **options)
         network: Any = self._modules["network"]
         return (network._compiled_call_impl or network._call_impl)(*inputs, **options)  # its __call__, without a frame

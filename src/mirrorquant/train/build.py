@@ -129,10 +129,28 @@ def optimizer(config: Config, model: nn.Module, batches_per_epoch: int) -> Mirro
         groups = groups if config.decay_norms else _norms_apart(groups, model)
         base: torch.optim.Optimizer = classes[config.optimizer](groups, **options)
         with unwarned():  # the paper's ternary networks start at zero, by design; the end of a run reports problems
-            return MirrorDescent(base, method=config.build_method(), anneal=config.build_beta(batches_per_epoch))
+            opt = MirrorDescent(base, method=config.build_method(), anneal=config.build_beta(batches_per_epoch))
     except ValueError as error:
         about = f"skip is {','.join(config.skip)}" if config.skip else f"model {config.model}"
         raise ConfigError(f"{about}: {error}") from error
+    if config.lifted_init:
+        _draw_latents(opt, torch.Generator().manual_seed(config.seed))
+    return opt
+
+
+@torch.no_grad()
+def _draw_latents(opt: MirrorDescent, generator: torch.Generator) -> None:
+    """Draws the latents of lifted methods, like the weights of a layer that has d times as many outputs.
+
+    Each weight then starts from d independent numbers.
+    """
+    for group in opt.param_groups:
+        for p in [p for p in group["params"] if p in opt.state and group["method"].lifts]:
+            latent, count = opt.latent(p), len(group["method"].levels)
+            values = models.drawn((count * p.shape[0], *p.shape[1:]), generator)
+            latent.copy_(values.view(p.shape[0], count, *p.shape[1:]).movedim(1, 0))
+            latent.copy_(group["method"].settled(opt.state[p], group["beta"], group["lr"]))
+    opt.refresh()
 
 
 def _norms_apart(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:

@@ -84,6 +84,7 @@ def _used(condition: str, term: str) -> str:
 _SCHEDULES = tuple(name for name in schedules.names() if name != "ramp")  # which needs a rate; pq_rate is ProxQuant's
 _LR_SCHEDULES = tuple(name for name in _SCHEDULES if name != "until")  # which starts at 1
 _ANNEALED = "method!=" + ",".join(name for name in methods.names() if not methods.get(name).uses_beta)
+_LIFTED = "method=" + ",".join(name for name in methods.names() if methods.get(name).lifts)
 _lr, _beta = partial(_used, "lr_schedule="), partial(_used, f"{_ANNEALED} beta_schedule=")
 _SECTIONS = ("data", "model", "method", "optimizer", "beta", "objective", "training", "machine", "logging", "origin")
 _NOT_THE_EXPERIMENT = ("machine", "logging", "origin")  # the first two may change when a run resumes
@@ -118,6 +119,7 @@ class Config:
     levels: str = _method("binary", "binary, ternary, or numbers like -1,0,1", used="method!=ref")
     scale: str = _method("", "factor on the levels, as in tensor or channel-learnt; empty for none", used="method!=ref")
     skip: list[str] = _method([], "patterns of parameters or modules that stay in float", used="method!=ref")  # noqa: RUF009
+    lifted_init: bool = _method(False, "draw a latent per level, as the authors do, not from the weights", used=_LIFTED)
     quantize_norms: bool = _method(False, "quantize the parameters of batch norm, too", used="method!=ref")
 
     # The base optimizer and its learning rate.
@@ -139,7 +141,7 @@ class Config:
     beta_interval: int = _anneal(200, "iterations; see beta_scale", least=1, used=_beta("every"))
     beta_cap: float = _anneal(_LARGEST_BETA, "largest β", least=1, most=_LARGEST_BETA, used=_beta("cap"))
     beta_end: float = _anneal(1e4, "last β", least=1, most=_LARGEST_BETA, used=_beta("end"))
-    pq_rate: float = _anneal(0.0001, "λ of ProxQuant per epoch", least=0, most=1e35, used="method=pq")
+    pq_rate: float = _anneal(0.0001, "λ of ProxQuant per epoch", least=0, most=1e35, used="method=pq,pq-levels")
     finalize_at: float = _anneal(1.0, "part of training before rounding", least=1e-9, most=1, used="method!=ref")
 
     # The loss.
@@ -316,7 +318,7 @@ class Config:
 
     def build_beta(self, batches_per_epoch: int) -> Schedule:
         """β as a function of the iteration; λ for ProxQuant."""
-        if self.method == "pq":
+        if self.method in ("pq", "pq-levels"):
             return schedules.ramp(self.pq_rate, every=batches_per_epoch)
         terms = {"scale": self.beta_scale, "every": self.beta_interval, "cap": self.beta_cap, "end": self.beta_end}
         return _schedule(self.beta_schedule, start=1.0, steps=self.iterations, log=True, **terms)

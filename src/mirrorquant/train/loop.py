@@ -232,11 +232,13 @@ class Run:
     def _histograms(self) -> None:
         """Records where the weights are, in units of their scale: there the levels are the same for all layers."""
         self.engine.sync()
-        levels, rows = self.config.build_method().levels, {}
+        method, rows = self.config.build_method(), {}
+        levels = method.levels
         low, high = levels.centre - 1.1 * levels.radius, levels.centre + 1.1 * levels.radius
         for name, p in self.task.model.named_parameters():
             if p.dim() > 1 and (p in self.task.opt.state or self.config.method == "ref"):
-                unit = (p / self.task.opt.state.get(p, {}).get("scale", 1)).float()
+                state = self.task.opt.state.get(p)
+                unit = (p if state is None else method.in_units(p, state)).float()
                 rows[name] = torch.histc(unit.clamp(low, high).cpu(), BINS, low, high).int().tolist()
         self.metrics.write("weights", self.step, range=[low, high], layers=rows)
 
