@@ -1,6 +1,10 @@
 """One command trains a whole table of the paper."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -88,3 +92,60 @@ def test_a_cell_that_fails_does_not_end_the_table(monkeypatch, tmp_path, capsys)
 def test_a_part_that_no_recipe_has_is_an_error(capsys):
     assert main(["reproduce", "binary", "imagenet"]) == 1
     assert "no recipe of the table binary has 'imagenet' in its name" in capsys.readouterr().err
+
+
+def test_several_cells_at_a_time_are_trained_skipped_and_resumed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(recipes, "cells", lambda table: [f"digits/digitsnet/binary/{m}" for m in ("bc", "pq", "pmf")])
+    assert main(["reproduce", "binary", *SHORT, "--jobs", "2"]) == 0
+    said = capsys.readouterr().out
+    assert [f"[{n}/3]" in said for n in (1, 2, 3)] == [True] * 3
+    assert all(label in said for label in ("\nbc ", "\npq ", "\npmf "))
+    results = sorted(path.name for path in (tmp_path / "results").iterdir())
+    assert len(results) == 3
+    summary = json.loads((tmp_path / "results" / results[0]).read_text())
+    assert summary["config"]["iterations"] == 10
+    (tmp_path / "results" / results[0]).unlink()
+    assert main(["reproduce", "binary", *SHORT, "--jobs", "2"]) == 0  # its run has ended already
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == results
+    assert "[2/3]" not in capsys.readouterr().out
+
+
+def test_a_cell_that_fails_in_its_process_is_reported(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(recipes, "cells", lambda table: [f"digits/digitsnet/binary/{m}" for m in ("bc", "pq")])
+    assert (
+        main(
+            [
+                "reproduce",
+                "binary",
+                "lr=100",
+                "precision=float32",
+                *SHORT[:-1],
+                "data_root=/nowhere",
+                "--quiet",
+                "--jobs",
+                "2",
+                "data=cifar10",
+            ]
+        )
+        == 1
+    )
+    assert "2 of 2 cells failed: digits/digitsnet/binary/" in capsys.readouterr().err
+
+
+def test_a_signal_stops_all_processes_and_the_next_start_goes_on(tmp_path):
+    long = [*SHORT[1:-1], "iterations=100000", "--quiet", "--jobs", "2"]
+    code = "import sys; from mirrorquant.cli import main; from mirrorquant.train import recipes; "
+    code += "recipes.cells = lambda table: ['digits/digitsnet/binary/bc', 'digits/digitsnet/binary/pq', "
+    code += "'digits/digitsnet/ref']; sys.exit(main())"
+    child = subprocess.Popen([sys.executable, "-c", code, "reproduce", "binary", *long], cwd=tmp_path)
+    folders = [tmp_path / "runs" / f"digits-digitsnet-binary-{name}-seed0" for name in ("bc", "pq")]
+    deadline = time.monotonic() + 120
+    while not all((folder / "checkpoint.pt").exists() for folder in folders) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(60) == 130
+    for folder in folders:
+        assert (folder / "checkpoint.pt").exists()
+        run = Run.resume(folder, quiet=True)  # nobody holds its lock any more
+        run.folder.release()
+    assert not (tmp_path / "runs" / "digits-digitsnet-ref-seed0").exists()

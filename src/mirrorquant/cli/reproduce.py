@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from mirrorquant.cli import runs
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.report import RunRecord, read_results
 from mirrorquant.report.tables import duration, results_tables
-from mirrorquant.train import Config, ConfigError, Interrupted, RunError, recipes
+from mirrorquant.train import Config, ConfigError, Interrupted, RunError, RunFolder, process, recipes
 
 Cell = tuple[str, int]
 """A recipe and a seed."""
+Train = Callable[[Config, Path, argparse.Namespace], RunRecord]
 
 
 def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -24,6 +29,8 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("table", choices=sorted(recipes.TABLES), help="a table of the paper")
     runs.add_words(sub, "PART", "only recipes with this in their names, as in cifar10/resnet18 or md-tanh-s")
     sub.add_argument("--seeds", type=int, default=1, help="runs per cell, with seeds 0, 1, ...")
+    text = "runs at a time, each in its own process; on one GPU, start nvidia-cuda-mps-control -d before"
+    sub.add_argument("--jobs", type=int, default=1, choices=range(1, 65), metavar="N", help=text)
     sub.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs; default: runs")
     sub.set_defaults(results=Path("results"))
 
@@ -37,23 +44,67 @@ def reproduce(options: argparse.Namespace) -> None:
     configs = {cell: Config.from_recipe(cell[0], [*options.overrides, f"seed={cell[1]}"]) for cell in cells}
     done = _results(options.results, configs)
     failed: list[str] = []
-    for number, cell in enumerate(cells, 1):
-        if cell in done:
-            continue
-        left = [each for each in cells[number - 1 :] if each not in done]
-        print(f"[{number}/{len(cells)}] {cell[0]}, seed {cell[1]}; {_expected(done, left)}", flush=True)
+
+    def attempt(cell: Cell, train: Train) -> None:
+        left = [each for each in cells[cells.index(cell) :] if each not in done]
+        expected = _expected(done, left, options.jobs)
+        print(f"[{cells.index(cell) + 1}/{len(cells)}] {cell[0]}, seed {cell[1]}; {expected}\n", end="", flush=True)
         try:
-            folder = options.out / f"{cell[0].replace('/', '-')}-seed{cell[1]}"
-            options.resume = True
-            done[cell] = runs.trained(runs.begun(configs[cell], folder, options), options)
+            done[cell] = train(configs[cell], options.out / f"{cell[0].replace('/', '-')}-seed{cell[1]}", options)
         except Interrupted:
             raise
         except MirrorquantError as error:
             failed.append(f"{cell[0]}, seed {cell[1]}: {error}")
-            print(f"failed: {error}", flush=True)
-    print("\n" + results_tables(list(done.values())))
+            print(f"failed: {error}\n", end="", flush=True)  # in one piece: others print, too
+
+    missing = [cell for cell in cells if cell not in done]
+    if options.jobs == 1:
+        for cell in missing:
+            attempt(cell, _here)
+    else:
+        _side_by_side([functools.partial(attempt, cell) for cell in missing], options.jobs)
+    print("\n" + results_tables([done[cell] for cell in cells if cell in done]))
     if failed:
         raise RunError(f"{len(failed)} of {len(cells)} cells failed: {'; '.join(failed)}. Start again to try them")
+
+
+def _here(config: Config, folder: Path, options: argparse.Namespace) -> RunRecord:
+    options.resume = True
+    return runs.trained(runs.begun(config, folder, options), options)
+
+
+def _side_by_side(attempts: Sequence[Callable[[Train], None]], jobs: int) -> None:
+    """Several at a time, each in its own process; a signal stops all of them, which write checkpoints."""
+    started: list[subprocess.Popen[str]] = []
+    with process.signals() as stop, ThreadPoolExecutor(jobs) as pool:
+        waiting = {pool.submit(attempt, functools.partial(_in_own_process, started)) for attempt in attempts}
+        while waiting:
+            finished, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
+            for future in finished:
+                future.result()
+            if stop:
+                for future in waiting:
+                    future.cancel()
+                for child in started:
+                    child.send_signal(stop[0])
+                raise KeyboardInterrupt
+
+
+def _in_own_process(
+    started: list[subprocess.Popen[str]], config: Config, folder: Path, options: argparse.Namespace
+) -> RunRecord:
+    words = [config.recipe, *options.overrides, f"seed={config.seed}", "--out", str(folder)]
+    if RunFolder(folder).begun:
+        runs.refuse_another(config, folder)
+        words = ["--resume", str(folder)]
+    command = [sys.executable, "-m", "mirrorquant", "train", *words, "--results", str(options.results), "--quiet"]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    started.append(child)
+    _, said = child.communicate()
+    if child.returncode:
+        last = said.strip().rpartition("\n")[2].removeprefix("mirrorquant: ")
+        raise RunError(last or f"the process ended with exit code {child.returncode}")
+    return RunRecord.read(folder)
 
 
 def _results(folder: Path, configs: dict[Cell, Config]) -> dict[Cell, RunRecord]:
@@ -70,7 +121,7 @@ def _summary(config: Config) -> dict[str, object]:
     return {"recipe": config.recipe, "config": config.record(), "overrides": config.overrides}
 
 
-def _expected(done: dict[Cell, RunRecord], left: Sequence[Cell]) -> str:
+def _expected(done: dict[Cell, RunRecord], left: Sequence[Cell], jobs: int) -> str:
     """How long the rest takes if it takes as long as what is done: on the same data and network where possible."""
     seconds = {cell: float(record.summary.get("seconds") or 0) for cell, record in done.items()}
     if not any(seconds.values()):
@@ -78,6 +129,6 @@ def _expected(done: dict[Cell, RunRecord], left: Sequence[Cell]) -> str:
     total = 0.0
     for name, _ in left:
         alike = [value for (other, _), value in seconds.items() if other.split("/")[:2] == name.split("/")[:2]]
-        total += statistics.fmean(alike or seconds.values())
+        total += statistics.fmean(alike or seconds.values()) / jobs
     finish = time.strftime("%a %H:%M", time.localtime(time.time() + total))
     return f"{len(left)} to go, about {duration(total)}, until {finish}"

@@ -157,11 +157,15 @@ def begun(config: Config, folder: Path, options: argparse.Namespace) -> Run:
     """A run of a comparison: a new one, or with --resume the one in its folder, whether it has ended or not."""
     if not options.resume or not RunFolder(folder).begun:
         return Run(config, folder, quiet=options.quiet)
-    begun, config = RunFolder(folder).config(), build.resolve(config)
-    config = config.like(begun)
-    if begun.identity != config.identity:
-        raise ConfigError(f"{folder} holds a run of another configuration: give the same key=value, or another --out")
+    refuse_another(config, folder)
     return Run.resume(folder, quiet=options.quiet)
+
+
+def refuse_another(config: Config, folder: Path) -> None:
+    """Raises :class:`ConfigError` if the run in a folder has another configuration."""
+    begun = RunFolder(folder).config()
+    if begun.identity != build.resolve(config).like(begun).identity:
+        raise ConfigError(f"{folder} holds a run of another configuration: give the same key=value, or another --out")
 
 
 def trained(run: Run, options: argparse.Namespace) -> RunRecord:
