@@ -143,10 +143,18 @@ def test_batch_norm_over_all_processes_needs_cuda():
 def test_each_process_takes_one_of_the_gpus_that_it_sees(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for seen, own in ((8, 3), (1, 0)):
+    for seen, own in ((8, 3), (4, 3), (1, 0)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda seen=seen: seen)
         for device in ("auto", "cuda"):
             assert build.device(Config(device=device)) == torch.device("cuda", own)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="torch sees 2 CUDA devices"):
+        build.device(Config())
 
 
 def test_statistics_are_those_of_all_normalization_layers():
@@ -159,6 +167,7 @@ def test_processes_meet_every_few_seconds(monkeypatch):
     monkeypatch.setattr(process.time, "monotonic", lambda: now[0])
     pace = process.Pace()
     assert pace.steps(0) == 1  # nothing is known yet
+    assert process.Pace(50_000).steps(50_000) == 1  # of a resumed run, too
     for seconds, steps, expected in ((2.0, 1, 2), (2.0, 2, 5), (0.1, 5, 250), (1.0, 1_000_000, 1000), (100.0, 3, 1)):
         now[0] += seconds
         assert pace.steps(pace.step + steps) == expected

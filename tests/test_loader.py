@@ -314,6 +314,16 @@ def test_of_mixup_and_cutmix_each_happens_to_half_of_the_images():
     assert boxed.float().mean() > 0.45
 
 
+def test_even_a_batch_of_all_images_is_mixed_in_pairs():
+    assert (extra(batch_size=50, mixup=1.0).batch(0)[1].count_nonzero(1) == 2).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("wrong", [{"cutout": -1}, {"mixup": 0.001}, {"cutmix": 1000.0}])
+def test_extras_out_of_range_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*, expected 0"):
+        Extra(**wrong)
+
+
 def test_alternating_flips_mirror_each_image_in_every_other_epoch():
     made, flipped = extra(batch_size=50, alternating_flip=True), []
     for epoch in range(4):

@@ -8,7 +8,7 @@ from conftest import small_network, train
 
 import mirrorquant as mq
 from mirrorquant.methods import PQLevels
-from mirrorquant.train import Config, Run, build
+from mirrorquant.train import Config, ConfigError, Run, build
 from mirrorquant.train.graph import GraphEngine
 
 LEVELS = {"binary": mq.BINARY, "ternary": mq.TERNARY}
@@ -107,6 +107,22 @@ def test_health_is_in_units_of_the_levels():
     assert {tensor.gap for tensor in mq.health(opt).tensors} == {0.0}
 
 
+def test_an_average_of_latents_has_levels_of_its_own():
+    model = small_network()
+    opt = wrap(model)
+    average = mq.Average(opt, decay=0.5)
+    for k in range(6):
+        train(model, opt, 1, start=k)
+        average.update()
+    before = [opt.state[p]["fitted"].clone() for p in opt.state]
+    with average.applied():
+        for p in opt.state:
+            assert torch.equal(opt.state[p]["fitted"], PQLevels(mq.TERNARY).fit(opt.latent(p)))
+        with opt.quantized():
+            assert all(len(p.unique()) <= 3 for p in opt.state)
+    assert all(torch.equal(opt.state[p]["fitted"], old) for p, old in zip(opt.state, before, strict=True))
+
+
 def test_nan_stays_nan_constants_have_levels_and_four_levels_are_refused():
     method = PQLevels(mq.TERNARY)
     latent = torch.tensor([float("nan"), 1.0])
@@ -114,8 +130,11 @@ def test_nan_stays_nan_constants_have_levels_and_four_levels_are_refused():
     for constant in (torch.zeros(4), torch.ones(4), torch.zeros(0), -torch.ones(3)):
         lower, upper, _ = method.fit(constant).tolist()
         assert lower < 0 < upper
-    with pytest.raises(ValueError, match="pq-levels finds its own: two or three around 0"):
-        PQLevels((-1, -0.5, 0.5, 1))
+    for levels in ((-1, -0.5, 0.5, 1), (-2, 2), (-1, 0.25, 1)):
+        with pytest.raises(ValueError, match=r"pq-levels fits its own: use \[-1, 1\] or \[-1, 0, 1\]"):
+            PQLevels(levels)
+    with pytest.raises(ValueError, match="fits its levels to each tensor: leave it out"):
+        PQLevels(mq.BINARY, scale=mq.levels.Scale())
     assert PQLevels("ternary").scale is None
 
 
@@ -156,3 +175,8 @@ def test_latents_of_lifted_methods_may_be_drawn_per_level(method, levels):
     again = build.task(Config.from_recipe("digits/digitsnet/binary/md-tanh-s", [*shared, "lifted_init=true"]))
     assert torch.equal(again.opt.latent(again.model.conv2.weight), task.opt.latent(p))
     assert GraphEngine(task, print).parts
+
+
+def test_latents_cannot_be_drawn_and_pretrained():
+    with pytest.raises(ConfigError, match="lifted_init draws the latents anew, so init would have no effect"):
+        build.optimizer(Config(method="md-softmax-s", lifted_init=True, init="x.pt"), small_network(), 1)

@@ -72,7 +72,7 @@ def test_a_run_does_not_go_on_with_fewer_images_and_processes_agree_on_them(phot
     with pytest.raises(RunError, match="began with 48 training images, but now there are 47: restore them, or start"):
         Run.resume(tmp_path / "run", quiet=True)
     monkeypatch.setattr(World, "largest", lambda self, value, device: max(value, 49) if value > 0 else value)
-    with pytest.raises(RunError, match="processes see 47 to 49 training images, expected the same"):
+    with pytest.raises(RunError, match="processes see different numbers of training images, 47 to 49"):
         Run(settings(tmp_path / "photos"), tmp_path / "other", quiet=True)
 
 
@@ -104,7 +104,7 @@ def test_a_resumed_run_may_accumulate_and_says_what_batch_norm_sees(photos, tmp_
         run.train()
     resumed = Run.resume(tmp_path / "run", ["accumulate=2"], quiet=True)
     resumed.train()
-    assert "batch norm sees 4 images at a time from here on, not 8: accumulate= changes that" in resumed.messages
+    assert "batch norm now sees 4 images at a time instead of 8; accumulate= can change that" in resumed.messages
 
 
 def test_the_graph_engine_gets_the_same_batches(photos):

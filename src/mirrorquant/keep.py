@@ -135,11 +135,15 @@ class Average:
 
 
 def _scales(opt: MirrorDescent) -> list[Tensor]:
-    return [state["scale"].detach().clone() for state in opt.state.values() if "scale" in state]
+    return [tensor.detach().clone() for tensor in _fitted(opt)]
 
 
 @torch.no_grad()
 def _set_scales(opt: MirrorDescent, scales: list[Tensor]) -> None:
-    own = [state["scale"].detach() for state in opt.state.values() if "scale" in state]
-    for scale, kept in zip(own, scales, strict=True):
-        scale.copy_(kept)
+    for scale, kept in zip(_fitted(opt), scales, strict=True):
+        scale.detach().copy_(kept)
+
+
+def _fitted(opt: MirrorDescent) -> list[Tensor]:
+    """Scales, and whatever else methods keep beside the latents."""
+    return [value for state in opt.state.values() for name, value in state.items() if name != "latent"]

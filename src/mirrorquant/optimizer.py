@@ -200,11 +200,10 @@ class MirrorDescent(Optimizer):
     def refresh(self, *, scales: bool = True) -> None:
         """Writes the images of the latents after someone has changed these, as an average of them does.
 
-        Scales that follow the latents are computed again, unless ``scales`` is false.
+        Scales and levels that follow the latents are computed again, unless ``scales`` is false.
         """
         for q in self._quantized() if scales and not self.finalized else []:
-            if q.method.scale is not None and q.method.scale.how == "computed":
-                q.state["scale"].copy_(q.method.scale.of(q.state["latent"], q.method.levels))
+            q.method.refit(q.state)
         self._write(rounded=self._inside_quantized)
 
     @contextmanager

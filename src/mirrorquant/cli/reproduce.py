@@ -26,7 +26,7 @@ Train = Callable[[Config, Path, argparse.Namespace], RunRecord]
 def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Adds it to the parser."""
     sub = command("reproduce", reproduce, "binary cifar100 --seeds 3", json=False)
-    sub.add_argument("table", choices=sorted(recipes.TABLES), help="a table of the paper")
+    sub.add_argument("table", choices=sorted(recipes.TABLES), help="a table of the paper, or our own recipes beyond it")
     runs.add_words(sub, "PART", "only recipes with this in their names, as in cifar10/resnet18 or md-tanh-s")
     sub.add_argument("--seeds", type=int, default=1, help="runs per cell, with seeds 0, 1, ...")
     text = "runs at a time, each in its own process; on one GPU, start nvidia-cuda-mps-control -d before"

@@ -146,8 +146,8 @@ def _compared(task: str, options: argparse.Namespace) -> dict[str, Config]:
 def _recipe(task: str, levels: str, method: str) -> tuple[str, list[str]]:
     """The recipe of a method, and overrides: a method without its own recipe for the task takes that of MD-tanh-S."""
     name, other = f"{task}/{levels}/{method}", f"{task}/{levels}/md-tanh-s"
-    if method == "ref":
-        return f"{task}/ref", []
+    if method.startswith("ref") and ":" not in method:
+        return f"{task}/{method}", []
     if name in recipes.names() or other not in recipes.names() or (":" not in method and method not in methods.names()):
         return name, []
     return other, [f"method={method}"]

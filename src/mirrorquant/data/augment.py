@@ -91,16 +91,17 @@ class ResizedCrop:
 
 @dataclass(frozen=True)
 class Extra:
-    """What may be done to training images beyond their augmentation; by default nothing.
+    """Extra augmentation of training images; all of it is off by default.
 
     Args:
         cutout: side of a square that is erased at a random place of each image, clipped at the borders (DeVries and
             Taylor, 2017). Erased pixels have the mean of the data.
-        mixup: blends each image and its label with another one, λ of it and 1 − λ of the other, with λ drawn from
+        mixup: blends each image and label with another: λ times its own plus 1 − λ times the other's, with λ drawn from
             Beta(mixup, mixup) for each image.
-        cutmix: replaces a random box of each image by that of another one, and the label in proportion to its area; the
-            box covers 1 − λ of the image, less what lies outside. With `mixup` too, each happens to half of the images.
-        alternating_flip: mirrors an image in every other epoch instead of at random; the first is random.
+        cutmix: replaces a random box in each image with the same box of another, and the label in proportion to its
+            area: 1 − λ of the image, clipped at the borders. With `mixup` as well, each image gets one of the two, with
+            equal probability.
+        alternating_flip: mirrors an image in every other epoch rather than at random; whether in the first is random.
 
     >>> Extra(cutout=8).mixes, Extra(mixup=0.2).mixes
     (False, True)
@@ -110,6 +111,13 @@ class Extra:
     mixup: float = 0.0
     cutmix: float = 0.0
     alternating_flip: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cutout < 0:
+            raise ValueError(f"cutout is {self.cutout}, expected 0 or more pixels")
+        for name in ("mixup", "cutmix"):
+            if getattr(self, name) != 0 and not 0.01 <= getattr(self, name) <= 100:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 0 for none, or 0.01 to 100")
 
     @property
     def mixes(self) -> bool:
@@ -127,8 +135,8 @@ class Extra:
         if self.mixup and self.cutmix:
             blended = torch.rand(count, generator=generator) < 0.5
         alpha = torch.where(blended, self.mixup, self.cutmix).double()
-        own, other = torch._standard_gamma(torch.stack([alpha, alpha]).clamp(min=1e-3), generator=generator)
-        share = torch.where(own + other > 0, own / (own + other), 0.5)  # both may underflow
+        own, other = torch._standard_gamma(torch.stack([alpha, alpha]), generator=generator)
+        share = own / (own + other)
         side = torch.where(blended, 0.0, (1 - share).sqrt())
         sides = torch.stack([(height * side).round(), (width * side).round()]).long()
         pixels = torch.where(blended, (256 * share).round(), 256.0).long()
@@ -147,7 +155,8 @@ class Extra:
         blended = ((images * own + others * (256 - own) + 128) // 256).byte()
         _, top, bottom, left, right = draws.unbind(1)
         kept = height * width - (bottom - top) * (right - left)
-        return torch.where(inside(draws[:, 1:], height, width), others, blended), pixels * kept / (256 * height * width)
+        share = (pixels * kept / torch.full((), 256.0 * height * width, device=images.device)).float()
+        return torch.where(inside(draws[:, 1:], height, width), others, blended), share
 
 
 def inside(boxes: Tensor, height: int, width: int) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .augment import AUGMENTATIONS, Crop, Extra, inside
@@ -71,11 +70,11 @@ class Loader:
         own, erased, mixed, other = torch.split(draws, self._columns, 1)
         images, labels = self._augmentation.apply(self.images.images[chosen], own), self.images.labels[chosen]
         if self.extra.mixes:
-            partner, classes = other[:, 0], len(self.data.classes)
+            partner, classes = other[:, 0], torch.arange(len(self.data.classes), device=images.device)
             others = self._augmentation.apply(self.images.images[partner], other[:, 1:])
             images, share = self.extra.mix(images, others, mixed)
-            both = [F.one_hot(each, classes).float() for each in (labels, self.images.labels[partner])]
-            labels = both[1] + share[:, None] * (both[0] - both[1])
+            first, second = (labels[:, None] == classes for labels in (labels, self.images.labels[partner]))
+            labels = share[:, None] * first + (1 - share[:, None]) * second
         floats = self.data.normalise(images)
         if self.extra.cutout:
             floats = torch.where(inside(erased, *floats.shape[2:]), 0.0, floats)
@@ -89,10 +88,10 @@ class Loader:
         return self._order, self._draws
 
     def plan(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """The order of the images in an epoch, and the random numbers of each in that order.
+        """The order of the images in an epoch, and a row of random numbers for each of them, in that order.
 
-        They are those of the augmentation, of cutout and of mixing, then the number of the image to mix with and its
-        augmentation.
+        Its columns are the numbers for augmentation, cutout and mixing, then the number of the image to mix with and
+        the numbers for its augmentation.
         """
         drawn = generator(self.seed, epoch)
         count, (_, height, width) = len(self.images), self.images.shape
@@ -105,13 +104,14 @@ class Loader:
         if self.extra.cutout:
             columns.append(self.extra.erased(count, height, width, drawn))
         if self.extra.mixes:
-            partner = torch.cat([order[:, None], draws], 1).roll(-self.batch_size, 0)
+            ahead = self.batch_size if self.batch_size < count else count // 2
+            partner = torch.cat([order[:, None], draws], 1).roll(-ahead, 0)
             columns += [self.extra.draw(count, height, width, drawn), partner]
         return order, torch.cat(columns, 1)
 
     @property
     def _columns(self) -> list[int]:
-        """How many numbers each purpose has in a plan."""
+        """The number of columns per purpose in a plan."""
         own = 3 if isinstance(self._augmentation, Crop) else 5
         return [own, 4 * bool(self.extra.cutout), 5 * self.extra.mixes, (1 + own) * self.extra.mixes]
 

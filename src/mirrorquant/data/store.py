@@ -25,11 +25,12 @@ from mirrorquant import _files
 from .base import DataError
 
 EVERY = 10.0  # seconds between two lines about the progress
+ABANDONED = 3600.0  # seconds after which a temporary file that nobody writes to is removed
 
 
 def key_of(paths: Iterable[str], side: int) -> bytes:
     """A SHA-256 of the names, sizes and times of image files; those that are missing count, too."""
-    key = hashlib.sha256(f"mirrorquant store {side}, version 1".encode())
+    key = hashlib.sha256(f"mirrorquant store {side}, version 2".encode())
     for path in paths:
         name = "/".join(path.replace(os.sep, "/").split("/")[-2:])  # the folder may move
         try:
@@ -76,7 +77,8 @@ class Store:
             file.parent.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(file.parent)
             with temporary.open("wb") as content:
-                _lock(content)
+                with suppress(OSError):  # some file systems have no locks
+                    _lock(content)
                 sides = _write_pixels(content, chunks, count, lambda line: say(f"{file.name}: {line}"))
                 ends = (3 * sides.prod(1)).cumsum(0)
                 index = torch.cat([(ends - 3 * sides.prod(1))[:, None], sides], 1)
@@ -117,15 +119,15 @@ class Store:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes what processes that were killed had written; a living one holds a lock."""
+    """Removes temporary files of killed processes: nobody holds their lock, or has written to them for an hour."""
     for unfinished in folder.glob("*.pixels.*.writing"):
         with suppress(OSError), unfinished.open("rb") as content:
-            if _lock(content):
+            if _lock(content) and time.time() - unfinished.stat().st_mtime > ABANDONED:
                 unfinished.unlink()
 
 
 def _lock(content: BinaryIO) -> bool:
-    """Locks an open file until it is closed; False, or OSError, where that is not possible."""
+    """Locks an open file until it is closed; returns False where there are no locks, raises OSError if it is taken."""
     try:
         import fcntl
     except ImportError:  # no such locks on this system

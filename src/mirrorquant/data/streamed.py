@@ -36,7 +36,8 @@ AUGMENTATIONS = ("resized-crop-flip", "centre", "none")
 Batch = tuple[Tensor, Tensor, dict[int, str]]  # images, labels, and what is wrong with files by their number
 CPU = torch.device("cpu")
 MOST_WORKERS, AHEAD = 16, 2  # batches that each worker makes ahead
-CORRUPT, CORRUPT_SHARE = 50, 0.01  # as many corrupt images are skipped, or this share of all, whichever is more
+CORRUPT, CORRUPT_SHARE = 50, 0.01  # as many corrupt images are skipped, or this share of all, whichever is more ...
+MOST_CORRUPT = 0.25  # ... but no more than this share
 
 _running = weakref.WeakSet[Iterator[Any]]()  # the streams of this process that may have workers
 
@@ -170,7 +171,7 @@ class Photos:
         return image.flip(1) if uniform[-1] < 0.5 else image
 
     def read(self, number: int, choose: Callable[[int, int], decoding.Box] | None = None) -> Tensor:
-        """The pixels of a box in an image, or of all of it; a file that is no image raises `DataError`."""
+        """The pixels of a box in an image, or of all of it; a file that is not an image raises `DataError`."""
         if self.store is not None and self.store.has(number):
             return self.store.read(number, choose)
         path = self.paths[number]
@@ -184,7 +185,7 @@ class Photos:
 
 
 class Unreadable(DataError):
-    """A file that is no image, or a damaged one."""
+    """A file that is not an image, or a damaged one."""
 
 
 class StreamedLoader:
@@ -194,8 +195,8 @@ class StreamedLoader:
     one at a time; another k starts again there. A process that shares the work with others gets the rows of its
     `part`, its rank and the number of processes: the batch as a whole is the same, also for any number of workers.
 
-    A file that is no image, or a damaged one, is named in `problems`, and the next image in the order of the epoch
-    takes its place. More than 50 of them, and more than one in a hundred, raise `DataError`.
+    A file that is not an image, or a damaged one, is named in `problems`, and the next image in the order of the epoch
+    takes its place. Too many of them raise `DataError`: more than 50, or 1 % if that is more, or a quarter.
     """
 
     def __init__(
@@ -269,8 +270,8 @@ def clean_batches(
     """All images in order, normalised like `data` but not augmented, for evaluation; the last batch may be smaller.
 
     Of several processes each takes a `part`, its rank and the number of processes: every count-th image from the
-    rank on. The workers wait for the next call; they end with `photos`. A file that is no image is skipped and named in
-    `photos.problems`; too many of them raise `DataError`.
+    rank on. The workers wait for the next call; they end with `photos`. A file that is not an image is skipped and
+    named in `photos.problems`; too many of them raise `DataError`.
     """
     rank, count = check_part(part)
     images, key = _Clean(replace(photos), batch_size, rank, count), (batch_size, part, workers)
@@ -365,14 +366,17 @@ def rows_of(part: tuple[int, int], batch_size: int) -> slice:
 
 def check_corrupt(problems: Sequence[str], count: int) -> None:
     """Raises `DataError` if too many of `count` files are corrupt."""
-    if len(problems) > max(CORRUPT, int(CORRUPT_SHARE * count)):
+    if len(problems) > _most_corrupt(count):
         raise too_many(problems, count)
+
+
+def _most_corrupt(count: int) -> int:
+    return min(max(CORRUPT, int(CORRUPT_SHARE * count)), int(MOST_CORRUPT * count))
 
 
 def too_many(problems: Sequence[str], count: int) -> DataError:
     """The error that names the first of the corrupt files."""
-    most = max(CORRUPT, int(CORRUPT_SHARE * count))
-    found = f"{len(problems)} or more of {count} image files cannot be read, expected {min(most, count - 1)} at most"
+    found = f"{len(problems)} or more of {count} image files cannot be read, expected {_most_corrupt(count)} at most"
     return DataError(f"{found}. The first: {problems[0]}")
 
 

@@ -29,7 +29,7 @@ class Method:
     A subclass overrides the hooks ``lift`` to ``round``, which ignore the scale: it is applied around them. Class
     attributes describe the method: ``name`` registers it; ``label`` and ``colour`` are for tables and plots (ours are
     Paul Tol's "muted" colours, which remain distinct with any colour vision); ``uses_beta`` says whether it is
-    annealed, ``lowest_beta`` is its least β, ``can_decay`` says whether its latents survive L2 weight decay, and
+    annealed, ``lowest_beta`` is its least β, ``can_decay`` says whether its latents survive L2 weight decay,
     ``can_follow`` whether they stay on the scale of the weights, so that a scale can be computed from them, and
     ``lifts`` whether a latent has one number per level.
 
@@ -188,7 +188,7 @@ class Method:
             latent = self.settle(self._unit(state, beta), beta, lr, **self._more("settle", state))
             latent = latent if hull is None else latent * hull
         if self.scale is not None and self.scale.how == "computed":
-            state["scale"].copy_(self.scale.of(latent, self.levels))
+            self.refit({**state, "latent": latent})
         elif self.learns_scale:
             state["scale"].clamp_(min=torch.finfo(latent.dtype).tiny)
         return latent
@@ -200,6 +200,11 @@ class Method:
     def in_units(self, weight: Tensor, state: State) -> Tensor:
         """The weight in units of its scale: its levels are those of the method."""
         return weight / state["scale"] if "scale" in state else weight
+
+    def refit(self, state: State) -> None:
+        """Fits a scale that follows the latent, which someone has changed, to it again."""
+        if self.scale is not None and self.scale.how == "computed":
+            state["scale"].copy_(self.scale.of(state["latent"], self.levels))
 
     def adopted(self, weight: Tensor, state: State) -> State | None:
         """The state of which a weight is the rounded image, with its own scale; None for one that is off its levels."""

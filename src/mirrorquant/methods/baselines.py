@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mirrorquant.levels import BINARY, TERNARY
 from mirrorquant.methods.base import Method, State, nearest_or_nan
 from mirrorquant.mirrors import Beta
 
@@ -88,28 +89,30 @@ class PQ(Method):
 
 
 class PQLevels(PQ):
-    """ProxQuant with levels of its own for each tensor: the means of the weights that are rounded to them.
+    """ProxQuant with levels fitted to each tensor: each is the mean of the weights that round to it.
 
     For three levels, T(w) is upper for w ≥ δ, lower for w ≤ −δ and 0 between, with δ = 0.7 mean |w|; for two, it is
-    upper for w ≥ 0 and lower for w < 0. All are computed again in each step, until the weights are rounded for good.
+    upper for w ≥ 0 and lower for w < 0. They are recomputed at every step until ``finalize()``.
     """
 
     name = "pq-levels"
-    label = "PQ, own levels"
+    label = "PQ (fitted levels)"
     colour = "#b8a13b"
 
     def __post_init__(self) -> None:
+        if self.scale is not None:
+            raise ValueError(f"scale is {self.scale}, but {self.name} fits its levels to each tensor: leave it out")
         super().__post_init__()
-        if len(self.levels) > 3 or self.levels.centre != 0:
-            raise ValueError(f"levels are {self.levels}, but {self.name} finds its own: two or three around 0")
-        object.__setattr__(self, "scale", None)  # its levels fit each tensor already
+        if self.levels not in (BINARY, TERNARY):
+            raise ValueError(f"levels are {self.levels}, but {self.name} fits its own: use [-1, 1] or [-1, 0, 1]")
+        object.__setattr__(self, "scale", None)  # that of "binary" and "ternary"
 
     def start(self, weight: Tensor, latent: Tensor) -> dict[str, Tensor]:
         """The lower and the upper level, and the threshold δ."""
         return {"fitted": self.fit(latent)}
 
     def fit(self, latent: Tensor) -> Tensor:
-        """The levels and the threshold of a tensor; a level that no weight is rounded to is at the threshold.
+        """The levels and the threshold of a tensor; a level that no weight rounds to is placed at the threshold.
 
         >>> PQLevels((-1, 0, 1)).fit(torch.tensor([-2.0, 0.1, 1.0, 2.0, -0.4]))
         tensor([-2.0000,  1.5000,  0.7700])
@@ -125,7 +128,7 @@ class PQLevels(PQ):
     def settle(self, latent: Tensor, beta: Beta, lr: Beta, fitted: Tensor | None = None) -> Tensor:
         """The proximal map towards the levels of the tensor as it is now."""
         assert fitted is not None
-        fitted.copy_(self.fit(latent))
+        self.refit({"latent": latent, "fitted": fitted})
         return self.approach(latent, self.round(latent, beta, fitted), lr * beta)
 
     def round(self, latent: Tensor, beta: Beta, fitted: Tensor | None = None) -> Tensor:
@@ -137,6 +140,10 @@ class PQLevels(PQ):
         else:
             weight = torch.where(latent >= delta, upper, torch.where(latent <= -delta, lower, 0.0))
         return torch.where(latent.isnan(), latent, weight)
+
+    def refit(self, state: State) -> None:
+        """Fits the levels to the latent again."""
+        state["fitted"].copy_(self.fit(state["latent"]))
 
     def holds(self, weight: Tensor, state: State) -> bool:
         """Whether every entry is one of the tensor's levels."""

@@ -36,8 +36,8 @@ def initialize(model: nn.Module, generator: torch.Generator | None = None) -> No
 
 
 def drawn(shape: Sequence[int], generator: torch.Generator | None = None) -> torch.Tensor:
-    """A tensor of the initialization, on the CPU in float32."""
-    values = torch.empty(*shape, device="cpu", dtype=torch.float32)
+    """A tensor drawn from the initial distribution, on the CPU in float32."""
+    values = torch.empty(tuple(shape), device="cpu", dtype=torch.float32)
     if values.dim() >= 2:
         return nn.init.xavier_uniform_(values, generator=generator)
     return values.normal_(0.0, 0.1, generator=generator)

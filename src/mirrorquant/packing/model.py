@@ -133,7 +133,7 @@ class PackedModel(nn.Module):
     about: dict[str, Any]
     _levels: dict[str, Levels]
     _run: Callable[..., Any] | None
-    _guarded: bool  # whether a call must do more than the network
+    _guarded: bool = True  # whether a call may have to do more than the network
 
     def __init__(
         self, network: nn.Module, plain: nn.Module, runs: dict[str, str], levels: dict[str, Levels], *, fuse: bool
@@ -146,12 +146,12 @@ class PackedModel(nn.Module):
         self._guarded = self.fused
 
     def register_forward_hook(self, *hook: Any, **options: Any) -> Any:
-        """As of any module."""
+        """Like that of any module; from here on, calls take the way that runs hooks."""
         self._guarded = True
         return super().register_forward_hook(*hook, **options)
 
     def register_forward_pre_hook(self, *hook: Any, **options: Any) -> Any:
-        """As of any module."""
+        """Like that of any module; from here on, calls take the way that runs hooks."""
         self._guarded = True
         return super().register_forward_pre_hook(*hook, **options)
 

@@ -12,7 +12,7 @@ from mirrorquant.train.config import ConfigError, parse_levels
 
 __all__ = ["known_method", "level_values", "levels", "method", "method_colour", "method_order", "task"]
 
-_ORDER = ("ref", "bc", "pq", "pmf", "gd-tanh", "md-softmax", "md-tanh", "md-softmax-s", "md-tanh-s")
+_ORDER = ("ref", "bc", "pq", "pq-levels", "pmf", "gd-tanh", "md-softmax", "md-tanh", "md-softmax-s", "md-tanh-s")
 _STAR = "star"  # PQ* and PMF* are recipes of PQ and PMF
 _WORDS = {"kl": "KL divergence"}
 _OWN = {"best": "md-tanh-s-best", "quick": "md-tanh-s-quick"}  # recipes that are not named after their method
@@ -23,13 +23,15 @@ def method(name: str) -> str:
 
     >>> method("md-tanh-s"), method("md-tanh-s-ends-pretrained"), method("pq-star")
     ('MD-tanh-S', 'MD-tanh-S (ends, pretrained)', 'PQ*')
-    >>> method("my-method"), method("my_module:Mine"), method("quick")
-    ('my-method', 'Mine', 'MD-tanh-S (quick)')
+    >>> method("my-method"), method("my_module:Mine"), method("quick"), method("ref-best")
+    ('my-method', 'Mine', 'MD-tanh-S (quick)', 'REF (float, best)')
     """
     label, (_, words) = known_method(name).label, _parts(name)
     if not label:
         return name.rpartition(":")[2]
     others = ", ".join(_WORDS.get(word, word) for word in words if word != _STAR)
+    if others and label.endswith(")"):
+        return f"{label[:-1]}, {others})"
     return label + "*" * (_STAR in words) + f" ({others})" * bool(others)
 
 

@@ -94,7 +94,7 @@ class RunRecord:
     @property
     def experiment(self) -> str:
         """A text that is the same for runs that differ only in the seed, the machine and the logging."""
-        config = {key: value for key, value in self.config.items() if key in _EXPERIMENT}
+        config = {key: self.config.get(key, KEYS[key].default) for key in _EXPERIMENT}  # an old file lacks newer keys
         return json.dumps([self.name, config], sort_keys=True)
 
     @property

@@ -133,6 +133,8 @@ def optimizer(config: Config, model: nn.Module, batches_per_epoch: int) -> Mirro
     except ValueError as error:
         about = f"skip is {','.join(config.skip)}" if config.skip else f"model {config.model}"
         raise ConfigError(f"{about}: {error}") from error
+    if config.lifted_init and config.init:
+        raise ConfigError("lifted_init draws the latents anew, so init would have no effect: leave one of them out")
     if config.lifted_init:
         _draw_latents(opt, torch.Generator().manual_seed(config.seed))
     return opt
@@ -147,8 +149,9 @@ def _draw_latents(opt: MirrorDescent, generator: torch.Generator) -> None:
     for group in opt.param_groups:
         for p in [p for p in group["params"] if p in opt.state and group["method"].lifts]:
             latent, count = opt.latent(p), len(group["method"].levels)
-            values = models.drawn((count * p.shape[0], *p.shape[1:]), generator)
-            latent.copy_(values.view(p.shape[0], count, *p.shape[1:]).movedim(1, 0))
+            first, *rest = p.shape or [1]
+            values = models.drawn((count * first, *rest), generator)
+            latent.copy_(values.view(first, count, *rest).movedim(1, 0).view(latent.shape))
             latent.copy_(group["method"].settled(opt.state[p], group["beta"], group["lr"]))
     opt.refresh()
 
@@ -178,7 +181,7 @@ def objective(config: Config, classes: int, device: torch.device) -> Objective:
 
 
 def _teacher(name: str, classes: int) -> nn.Module:
-    """The best network of a run, or what a function of the user returns."""
+    """The best network of a run, or the module that a user's function returns."""
     from mirrorquant.train.run_folder import Best  # which builds models itself
 
     if not Path(name).exists() and ":" in name:

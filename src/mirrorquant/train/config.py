@@ -84,6 +84,7 @@ def _used(condition: str, term: str) -> str:
 _SCHEDULES = tuple(name for name in schedules.names() if name != "ramp")  # which needs a rate; pq_rate is ProxQuant's
 _LR_SCHEDULES = tuple(name for name in _SCHEDULES if name != "until")  # which starts at 1
 _ANNEALED = "method!=" + ",".join(name for name in methods.names() if not methods.get(name).uses_beta)
+_SCALED = "method!=ref,pq-levels"
 _LIFTED = "method=" + ",".join(name for name in methods.names() if methods.get(name).lifts)
 _lr, _beta = partial(_used, "lr_schedule="), partial(_used, f"{_ANNEALED} beta_schedule=")
 _SECTIONS = ("data", "model", "method", "optimizer", "beta", "objective", "training", "machine", "logging", "origin")
@@ -102,7 +103,7 @@ class Config:
     augment: str = _data("", "augmentation: crop-flip, shift, none ...; empty for the default of the data set")
     cutout: int = _data(0, "side of a square erased from each training image", least=0, most=1024)
     mixup: float = _data(0.0, "blend images and labels in pairs, with λ from Beta(mixup, mixup)", least=0, most=100)
-    cutmix: float = _data(0.0, "the same with boxes of area 1 - λ, from Beta(cutmix, cutmix)", least=0, most=100)
+    cutmix: float = _data(0.0, "paste boxes of area 1 - λ, with λ from Beta(cutmix, cutmix)", least=0, most=100)
     alternating_flip: bool = _data(False, "mirror each image in every other epoch, not at random")
     train_on: str = _data("train", "train, or all: the validation images too", choices=("train", "all"))
     image_size: int = _data(0, "side of images that are streamed from files; 0 for the usual", least=0, most=1024)
@@ -117,7 +118,7 @@ class Config:
     # How weights are quantized.
     method: str = _method("md-tanh-s", f"method, or {_OWN} for your own")
     levels: str = _method("binary", "binary, ternary, or numbers like -1,0,1", used="method!=ref")
-    scale: str = _method("", "factor on the levels, as in tensor or channel-learnt; empty for none", used="method!=ref")
+    scale: str = _method("", "factor on the levels, as in tensor or channel-learnt; empty for none", used=_SCALED)
     skip: list[str] = _method([], "patterns of parameters or modules that stay in float", used="method!=ref")  # noqa: RUF009
     lifted_init: bool = _method(False, "draw a latent per level, as the authors do, not from the weights", used=_LIFTED)
     quantize_norms: bool = _method(False, "quantize the parameters of batch norm, too", used="method!=ref")
@@ -128,7 +129,7 @@ class Config:
     momentum: float = _optimizer(0.9, "momentum of SGD", least=0, most=1e35, used="optimizer=sgd")
     nesterov: bool = _optimizer(False, "Nesterov momentum", used="optimizer=sgd")
     weight_decay: float = _optimizer(0.0, "weight decay; AdamW decouples it from the gradient", least=0, most=1e35)
-    decay_norms: bool = _optimizer(True, "weight decay of batch norm and PReLU, too", used="weight_decay!=0.0")
+    decay_norms: bool = _optimizer(True, "apply weight decay to batch norm and PReLU, too", used="weight_decay!=0.0")
     lr_schedule: str = _optimizer("step", "learning rate over time", choices=(*_LR_SCHEDULES, _OWN))
     lr_scale: float = _optimizer(1.0, "factor every lr_interval", least=1e-300, most=1e300, used=_lr("scale"))
     lr_interval: int = _optimizer(30000, "iterations; see lr_scale", least=1, used=_lr("every"))
@@ -147,7 +148,7 @@ class Config:
     # The loss.
     label_smoothing: float = _objective(0.0, "share of the target spread over all classes", least=0, most=1)
     logit_scale: float = _objective(1.0, "constant factor of the logits", least=1e-6, most=1e6)
-    teacher: str = _objective("", "run whose best network is imitated, or MODULE:FUNCTION; empty for none")
+    teacher: str = _objective("", "network to distil from: a run (its best), or MODULE:FUNCTION; empty for none")
     temperature: float = _objective(4.0, "of both softmaxes in distillation", least=1e-3, most=1e3, used="teacher!=")
     hard_share: float = _objective(0.1, "weight of the labels beside the teacher", least=0, most=1, used="teacher!=")
 

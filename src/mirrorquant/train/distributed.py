@@ -116,8 +116,8 @@ def local_rank() -> int:
 
 
 def own_gpu() -> int:
-    """The number of this process's GPU, of those that it sees: perhaps only its own."""
-    return local_rank() % max(1, torch.cuda.device_count())
+    """The number of this process's GPU among those that it can see, which may be just one."""
+    return 0 if torch.cuda.device_count() == 1 else local_rank()
 
 
 @contextmanager

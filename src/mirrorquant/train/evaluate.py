@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mirrorquant.data import Data, Images, Photos, clean_batches
+from mirrorquant.data import Data, DataError, Images, Photos, clean_batches
 from mirrorquant.methods import REF
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.train.distributed import ALONE, World
@@ -57,7 +57,10 @@ def score(
             totals += objective.tally(model(x), y)
             count += len(y)
     model.train(mode)
-    return Score.of(world.total(totals), int(world.total(torch.tensor(count, device=images.device))))
+    scored = int(world.total(torch.tensor(count, device=images.device)))
+    if not scored:
+        raise DataError(f"none of the {len(images)} image files can be read")
+    return Score.of(world.total(totals), scored)
 
 
 def layers(opt: MirrorDescent) -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ class Run:
             init = not resumed or not self.world.shared(self.folder.checkpoints)
             # A run from elsewhere starts no download.
             self.task = build.task(config, download=not resumed, init=init, world=self.world, say=self.say)
-            self._check_images(config)
+            self._check_images(config.images if resumed else 0)
             self.config = config if resumed else self._begun(config)
             self.progress.total = self.config.iterations
             if self.world.chief:
@@ -102,16 +102,16 @@ class Run:
         images = len(self.task.data.train)
         return dataclasses.replace(build.resolve(config).timed(self.task.loader.batches_per_epoch), images=images)
 
-    def _check_images(self, config: Config) -> None:
-        """Raises :class:`RunError` if a run goes on with more or fewer training images, or processes have others."""
+    def _check_images(self, began: int) -> None:
+        """Raises :class:`RunError` if the number of training images has changed, or differs between processes."""
         count, place = len(self.task.data.train), self.task.device
-        began = config.images or count
-        if began != count:
-            remedy = "restore them, or start a new run"
-            raise RunError(f"the run began with {began} training images, but now there are {count}: {remedy}")
         fewest, most = self.world.least(count, place), self.world.largest(count, place)
         if fewest != most:
-            raise RunError(f"processes see {fewest} to {most} training images, expected the same: copy the data again")
+            problem = f"processes see different numbers of training images, {fewest} to {most}"
+            raise RunError(f"{problem}: use the same data on every machine")
+        if began not in (0, count):
+            remedy = "restore them, or start a new run"
+            raise RunError(f"the run began with {began} training images, but now there are {count}: {remedy}")
 
     @classmethod
     def resume(cls, folder: str | os.PathLike[str], overrides: Sequence[str] = (), *, quiet: bool = False) -> Run:
@@ -139,7 +139,7 @@ class Run:
             return self._finish()
 
     def _asked_to_stop(self, signals: list[int]) -> int:
-        """The number of a signal, or 0; several processes ask one another every few seconds, to stop at one step."""
+        """The number of a signal, or 0; several processes agree every few seconds, and stop at the same step."""
         number, device = max(signals, default=0), self.task.device
         if self.world.size == 1:
             return number
@@ -299,7 +299,7 @@ class Run:
                 self.engine.losses.fill_(losses)
                 own = data.generator(self.config.seed, self.world.rank, self.step)
                 torch.manual_seed(own.initial_seed())  # or all processes would drop the same activations
-        self.saved = time.monotonic()
+        self.saved, self.meeting, self.pace = time.monotonic(), self.step, process.Pace(self.step)
         self.progress.begin(self.step)
 
     def _load(self, state: dict[str, Any]) -> tuple[float, str]:
@@ -332,7 +332,7 @@ class Run:
             raise ValueError("it counts more than the steps that were taken")
         before, now = state.get("at_once"), task.images_at_once
         if before not in (None, now) and distributed.statistics(task.model):
-            self.say(f"batch norm sees {now} images at a time from here on, not {before}: accumulate= changes that")
+            self.say(f"batch norm now sees {now} images at a time instead of {before}; accumulate= can change that")
         for name in _COUNTS:
             setattr(self, name, type(getattr(self, name))(state[name]))
         self.clock.earlier = float(state["seconds"])

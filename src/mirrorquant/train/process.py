@@ -78,13 +78,13 @@ class Clock:
 
 
 class Pace:
-    """How many steps a run makes between two meetings of its processes."""
+    """How many steps to take before the processes of a run synchronize again."""
 
-    def __init__(self) -> None:
-        self.step, self.time = 0, time.monotonic()
+    def __init__(self, step: int = 0) -> None:
+        self.step, self.time = step, time.monotonic()
 
     def steps(self, step: int) -> int:
-        """The steps that take as long as two meetings should be apart, as measured since the last call; 1 at least."""
+        """The steps that fill the time between two meetings, at the pace since the last call; at least 1."""
         now = time.monotonic()
         rate = (step - self.step) / max(now - self.time, 1e-3)
         self.step, self.time = step, now

@@ -45,7 +45,8 @@ class Task:
     @property
     def images_at_once(self) -> int:
         """The number of images that batch norm sees at a time."""
-        return self.loader.batch_size // (self.accumulate * self.world.size)
+        synced = any(isinstance(module, nn.SyncBatchNorm) for module in self.model.modules())
+        return self.loader.batch_size // (self.accumulate * (1 if synced else self.world.size))
 
     def batch(self, k: int) -> Batch:
         """Training batch k (this process's share of it), in the memory format of the model."""

@@ -4,7 +4,7 @@ A name consists of data set, model, levels and method, as in the tables: ``cifar
 float network, REF, has no levels: ``cifar10/resnet18/ref``. PQ* and PMF* are ``pq-star`` and ``pmf-star``; words after
 a method name its other variants, as in ``imagenet/resnet18/binary/md-tanh-s-pretrained``. The values are in one TOML
 file per data set, next to this module, laid out like the paper's hyperparameter tables. ``best``, ``quick`` and
-``ref-best`` are our own, of MD-tanh-S and REF, in ``beyond.toml``.
+``ref-best`` are our own recipes for MD-tanh-S and REF, in ``beyond.toml``.
 
 A recipe is a dictionary of keys of :class:`mirrorquant.train.Config`; other keys have their defaults. It only holds
 keys that have an effect: REF has no ``levels``, and only SGD has ``momentum``.
