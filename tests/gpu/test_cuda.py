@@ -25,7 +25,7 @@ BASIC = ["device=cuda", "precision=float32", "iterations=60", "eval_every=20", "
 # Batch norm makes a layer's scale meaningless: its gradient is rounding error, which Adam turns into whole steps.
 BASIC += ["scale="]
 MIXED = "augment=crop-flip cutout=3 mixup=0.5 cutmix=1.0 alternating_flip=true label_smoothing=0.1 logit_scale=0.5"
-PQ, PARTS = "method=pq-levels levels=ternary pq_rate=0.01", "accumulate=4 precision=bfloat16"
+PQ, PARTS = "method=pq-levels levels=ternary pq_rate=0.01", "accumulate=4"
 
 
 def task(*overrides):
