@@ -43,6 +43,9 @@ def trained(monkeypatch):
 def test_the_cells_of_the_papers_tables():
     assert len(recipes.cells("ternary")) == 5 * 6
     assert recipes.cells("imagenet")[:2] == ["imagenet/resnet18/ref", "imagenet/resnet34/ref"]
+    assert recipes.cells("imagenette")[:2] == ["imagenette/resnet18/ref", "imagenette/resnet34/ref"]
+    assert len(recipes.cells("imagenette")) == 6
+    assert recipes.cells("beyond")[0] == "cifar10/resnet18/ref-best"
 
 
 def test_what_is_there_is_skipped_and_the_rest_trained(monkeypatch, tmp_path, capsys):
@@ -110,6 +113,14 @@ def test_several_cells_at_a_time_are_trained_skipped_and_resumed(monkeypatch, tm
     assert "[2/3]" not in capsys.readouterr().out
 
 
+def test_float_networks_end_before_others_start(monkeypatch, tmp_path):
+    names = ["digits/digitsnet/ref", "digits/digitsnet/binary/bc"]
+    monkeypatch.setattr(recipes, "cells", lambda table: names)
+    assert main(["reproduce", "binary", *SHORT, "--jobs", "2"]) == 0
+    ref, bc = (tmp_path / "runs" / f"{name.replace('/', '-')}-seed0" for name in names)
+    assert (ref / "summary.json").stat().st_mtime <= (bc / "config.json").stat().st_mtime
+
+
 def test_a_cell_that_fails_in_its_process_is_reported(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(recipes, "cells", lambda table: [f"digits/digitsnet/binary/{m}" for m in ("bc", "pq")])
     assert (
@@ -136,7 +147,7 @@ def test_a_signal_stops_all_processes_and_the_next_start_goes_on(tmp_path):
     long = [*SHORT[1:-1], "iterations=100000", "--quiet", "--jobs", "2"]
     code = "import sys; from mirrorquant.cli import main; from mirrorquant.train import recipes; "
     code += "recipes.cells = lambda table: ['digits/digitsnet/binary/bc', 'digits/digitsnet/binary/pq', "
-    code += "'digits/digitsnet/ref']; sys.exit(main())"
+    code += "'digits/digitsnet/binary/pmf']; sys.exit(main())"
     child = subprocess.Popen([sys.executable, "-c", code, "reproduce", "binary", *long], cwd=tmp_path)
     folders = [tmp_path / "runs" / f"digits-digitsnet-binary-{name}-seed0" for name in ("bc", "pq")]
     deadline = time.monotonic() + 120
@@ -148,4 +159,4 @@ def test_a_signal_stops_all_processes_and_the_next_start_goes_on(tmp_path):
         assert (folder / "checkpoint.pt").exists()
         run = Run.resume(folder, quiet=True)  # nobody holds its lock any more
         run.folder.release()
-    assert not (tmp_path / "runs" / "digits-digitsnet-ref-seed0").exists()
+    assert not (tmp_path / "runs" / "digits-digitsnet-binary-pmf-seed0").exists()

@@ -26,7 +26,9 @@ Train = Callable[[Config, Path, argparse.Namespace], RunRecord]
 def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Adds it to the parser."""
     sub = command("reproduce", reproduce, "binary cifar100 --seeds 3", json=False)
-    sub.add_argument("table", choices=sorted(recipes.TABLES), help="a table of the paper, or our own recipes beyond it")
+    sub.add_argument(
+        "table", choices=sorted(recipes.TABLES), help="a table of the paper, or one of our own: imagenette, beyond"
+    )
     runs.add_words(sub, "PART", "only recipes with this in their names, as in cifar10/resnet18 or md-tanh-s")
     sub.add_argument("--seeds", type=int, default=1, help="runs per cell, with seeds 0, 1, ...")
     text = "runs at a time, each in its own process; on one GPU, start nvidia-cuda-mps-control -d before"
@@ -62,7 +64,9 @@ def reproduce(options: argparse.Namespace) -> None:
         for cell in missing:
             attempt(cell, _here)
     else:
-        _side_by_side([functools.partial(attempt, cell) for cell in missing], options.jobs)
+        for first in (True, False):  # float networks, from which others may start or learn
+            batch = [cell for cell in missing if ("/ref" in cell[0]) == first]
+            _side_by_side([functools.partial(attempt, cell) for cell in batch], options.jobs)
     print("\n" + results_tables([done[cell] for cell in cells if cell in done]))
     if failed:
         raise RunError(f"{len(failed)} of {len(cells)} cells failed: {'; '.join(failed)}. Start again to try them")

@@ -29,11 +29,12 @@ __all__ = ["TABLES", "RecipeError", "cells", "get", "names"]
 _LEVELS = ("binary", "ternary")
 _REF = ("ref", "ref-best")
 _BEYOND = "beyond"
-TABLES = {  # of the paper, and beyond it: data sets, networks and levels
+TABLES = {  # of the paper, and our own: data sets, networks and levels
     "binary": (("cifar10", "cifar100", "tinyimagenet"), ("vgg16", "resnet18"), "binary"),
     "mobilenetv2": (("cifar10", "cifar100"), ("mobilenetv2",), "binary"),
     "ternary": (("cifar10", "cifar100", "tinyimagenet"), ("vgg16", "resnet18"), "ternary"),
     "imagenet": (("imagenet",), ("resnet34", "resnet18", "bireal18"), "binary"),
+    "imagenette": (("imagenette",), ("resnet34", "resnet18", "bireal18"), "binary"),
     _BEYOND: (("cifar10", "cifar100", "tinyimagenet"), ("resnet18",), ""),
 }
 
