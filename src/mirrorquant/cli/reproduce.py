@@ -78,20 +78,24 @@ def _here(config: Config, folder: Path, options: argparse.Namespace) -> RunRecor
 
 
 def _side_by_side(attempts: Sequence[Callable[[Train], None]], jobs: int) -> None:
-    """Several at a time, each in its own process; a signal stops all of them, which write checkpoints."""
+    """Several at a time, each in its own process; a signal is passed on to all of them, which write checkpoints."""
     started: list[subprocess.Popen[str]] = []
+    told: list[subprocess.Popen[str]] = []
     with process.signals() as stop, ThreadPoolExecutor(jobs) as pool:
         waiting = {pool.submit(attempt, functools.partial(_in_own_process, started)) for attempt in attempts}
         while waiting:
             finished, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
             for future in finished:
-                future.result()
+                if not future.cancelled():
+                    future.result()
             if stop:
                 for future in waiting:
                     future.cancel()
-                for child in started:
+                for child in [each for each in started if each not in told]:
                     child.send_signal(stop[0])
-                raise KeyboardInterrupt
+                    told.append(child)
+        if stop:
+            raise KeyboardInterrupt
 
 
 def _in_own_process(

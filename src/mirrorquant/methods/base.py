@@ -202,7 +202,7 @@ class Method:
         return weight / state["scale"] if "scale" in state else weight
 
     def refit(self, state: State) -> None:
-        """Fits a scale that follows the latent, which someone has changed, to it again."""
+        """Recomputes a scale that follows the latent, after someone has changed the latent."""
         if self.scale is not None and self.scale.how == "computed":
             state["scale"].copy_(self.scale.of(state["latent"], self.levels))
 

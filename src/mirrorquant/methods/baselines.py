@@ -81,7 +81,7 @@ class PQ(Method):
         return moved.clamp(self.levels[0], self.levels[-1])
 
     def approach(self, latent: Tensor, target: Tensor, strength: Beta) -> Tensor:
-        """The proximal map of a strength towards the target T(w)."""
+        """The proximal map of strength r towards the target T(w)."""
         if len(self.levels) > 2:
             return (latent + strength * target) / (1 + strength)
         distance = latent - target
