@@ -8,6 +8,7 @@ from conftest import small_network, train
 
 import mirrorquant as mq
 from mirrorquant.methods import PQLevels
+from mirrorquant.report import RunRecord
 from mirrorquant.train import Config, ConfigError, Run, build
 from mirrorquant.train.graph import GraphEngine
 
@@ -146,6 +147,8 @@ def test_a_run_ends_on_levels_of_each_layer(tmp_path, engine):
     assert not any(row["off_levels"] for row in summary["layers"])
     best = mq.train.Best.load(tmp_path / "run")
     assert best.off_levels == []
+    assert RunRecord.read(tmp_path / "run").scale == "fitted"
+    assert "pq-levels, levels -1, 0, 1 fitted to each tensor: " in repr(best.opt)
     values = best.model.conv2.weight.detach().unique()
     assert len(values) == 3
     assert values[1] == 0

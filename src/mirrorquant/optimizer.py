@@ -257,6 +257,7 @@ class MirrorDescent(Optimizer):
             method, sizes = group["method"], {self._names[p]: p.numel() for p in group["params"] if p in self.state}
             if sizes:
                 levels, tensors = ", ".join(f"{level:g}" for level in method.levels), "tensor" + "s" * (len(sizes) > 1)
+                levels += " fitted to each tensor" * method.fits_levels
                 if method.scale is not None:
                     scales = [local(self.state[p]["scale"].detach()) for p in group["params"] if p in self.state]
                     every = [c for scale in scales for c in scale.flatten().tolist()] or [1.0]

@@ -30,8 +30,8 @@ class Method:
     attributes describe the method: ``name`` registers it; ``label`` and ``colour`` are for tables and plots (ours are
     Paul Tol's "muted" colours, which remain distinct with any colour vision); ``uses_beta`` says whether it is
     annealed, ``lowest_beta`` is its least β, ``can_decay`` says whether its latents survive L2 weight decay,
-    ``can_follow`` whether they stay on the scale of the weights, so that a scale can be computed from them, and
-    ``lifts`` whether a latent has one number per level.
+    ``can_follow`` whether they stay on the scale of the weights, so that a scale can be computed from them, ``lifts``
+    whether a latent has one number per level, and ``fits_levels`` whether the method fits the levels to each tensor.
 
     Args:
         levels: the quantization levels, which may have a scale.
@@ -48,6 +48,7 @@ class Method:
     can_decay: ClassVar[bool] = True
     can_follow: ClassVar[bool] = True
     lifts: ClassVar[bool] = False
+    fits_levels: ClassVar[bool] = False
     registry: ClassVar[dict[str, type[Method]]] = {}
     wanted: ClassVar[dict[str, list[str]]] = {}
 

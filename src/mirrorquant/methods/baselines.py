@@ -98,6 +98,7 @@ class PQLevels(PQ):
     name = "pq-levels"
     label = "PQ (fitted levels)"
     colour = "#b8a13b"
+    fits_levels = True
 
     def __post_init__(self) -> None:
         if self.scale is not None:

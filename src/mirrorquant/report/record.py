@@ -12,6 +12,7 @@ from typing import Any
 
 from mirrorquant import _files
 from mirrorquant.errors import MirrorquantError
+from mirrorquant.report.labels import known_method
 from mirrorquant.schedules import Schedule
 from mirrorquant.train import recipes
 from mirrorquant.train.config import KEYS, Config, ConfigError, rescaled, upgrade
@@ -83,6 +84,8 @@ class RunRecord:
     @property
     def scale(self) -> str:
         """The scale of the levels; empty for none."""
+        if known_method(str(self.config["method"])).fits_levels:
+            return "fitted"
         return "" if self.levels is None else self.config.get("scale", "")
 
     @property

@@ -84,7 +84,7 @@ def _used(condition: str, term: str) -> str:
 _SCHEDULES = tuple(name for name in schedules.names() if name != "ramp")  # which needs a rate; pq_rate is ProxQuant's
 _LR_SCHEDULES = tuple(name for name in _SCHEDULES if name != "until")  # which starts at 1
 _ANNEALED = "method!=" + ",".join(name for name in methods.names() if not methods.get(name).uses_beta)
-_SCALED = "method!=ref,pq-levels"
+_SCALED = "method!=ref," + ",".join(name for name in methods.names() if methods.get(name).fits_levels)
 _LIFTED = "method=" + ",".join(name for name in methods.names() if methods.get(name).lifts)
 _lr, _beta = partial(_used, "lr_schedule="), partial(_used, f"{_ANNEALED} beta_schedule=")
 _SECTIONS = ("data", "model", "method", "optimizer", "beta", "objective", "training", "machine", "logging", "origin")
