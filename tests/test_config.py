@@ -92,6 +92,11 @@ def test_a_resumed_run_may_change_nothing_else(tmp_path, change, capsys):
     assert (tmp_path / "run" / "config.json").read_bytes() == before
 
 
+def test_an_augmentation_out_of_range_is_named(tmp_path, capsys):
+    assert main(["train", "mixup=0.001", "--out", str(tmp_path / "run")]) == 1
+    assert "mixup is 0.001, expected 0 for none, or 0.01 to 100" in capsys.readouterr().err
+
+
 def test_the_command_line_resumes_with_other_logging(tmp_path, capsys):
     Run(config("iterations=2"), tmp_path / "run", quiet=True).train()
     assert main(["train", "--resume", str(tmp_path / "run"), "log_every=3", "threads=1", "--quiet", "--json"]) == 0

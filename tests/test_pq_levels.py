@@ -182,4 +182,4 @@ def test_latents_of_lifted_methods_may_be_drawn_per_level(method, levels):
 
 def test_latents_cannot_be_drawn_and_pretrained():
     with pytest.raises(ConfigError, match="lifted_init draws the latents anew, so init would have no effect"):
-        build.optimizer(Config(method="md-softmax-s", lifted_init=True, init="x.pt"), small_network(), 1)
+        Config(method="md-softmax-s", lifted_init=True, init="x.pt")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ class Crop:
 
     padding: int
     flip: bool
+    numbers: ClassVar[int] = 3  # that `draw` makes per image
 
     def draw(self, count: int, height: int, width: int, generator: Generator) -> Tensor:
         """Top, left and flipped (0 or 1) of each image: count×3 of int64."""
@@ -54,6 +56,7 @@ class ResizedCrop:
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: bool = True
+    numbers: ClassVar[int] = 5
 
     def draw(self, count: int, height: int, width: int, generator: Generator) -> Tensor:
         """Top, left, height and width of the box and flipped (0 or 1) of each image: count×5 of int64."""

@@ -39,14 +39,7 @@ class Images:
         if self.images.dtype != torch.uint8 or self.images.dim() != 4:
             found = f"{self.images.dtype} of shape {tuple(self.images.shape)}"
             raise DataError(f"images are {found}, expected torch.uint8 of shape N×C×H×W")
-        if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
-            found = f"{self.labels.dtype} of shape {tuple(self.labels.shape)}"
-            raise DataError(f"labels are {found}, expected torch.int64 of shape ({len(self.images)},), one per image")
-        if len(self.images) == 0:
-            raise DataError("there are no images, expected at least one")
-        low, high = int(self.labels.min()), int(self.labels.max())
-        if low < 0 or high >= len(self.classes):
-            raise DataError(f"labels run from {low} to {high}, expected 0 to {len(self.classes) - 1}, one per class")
+        check_labels(self.labels, len(self.images), len(self.classes))
 
     def __len__(self) -> int:
         return len(self.images)
@@ -154,6 +147,18 @@ class Data:
     def _each(self, change: Callable[[Any], Split]) -> Data:
         changed = {id(split): change(split) for split in (self.train, self.val, self.test)}
         return replace(self, train=changed[id(self.train)], val=changed[id(self.val)], test=changed[id(self.test)])
+
+
+def check_labels(labels: Tensor, images: int, classes: int) -> None:
+    """Raises `DataError` unless there is at least one image, and a label from 0 to classes - 1 for each."""
+    if labels.dtype != torch.int64 or labels.shape != (images,):
+        found = f"{labels.dtype} of shape {tuple(labels.shape)}"
+        raise DataError(f"labels are {found}, expected torch.int64 of shape ({images},), one per image")
+    if images == 0:
+        raise DataError("there are no images, expected at least one")
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classes:
+        raise DataError(f"labels run from {low} to {high}, expected 0 to {classes - 1}, one per class")
 
 
 def shuffled(count: int, key: str) -> list[int]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .augment import AUGMENTATIONS, Crop, Extra, inside
+from .augment import AUGMENTATIONS, Extra, inside
 from .base import Data, Images, Split
-from .streamed import Photos, StreamedLoader, check_part, generator, rows_of
+from .streamed import Photos, StreamedLoader, check_part, checked, generator, rows_of
 from .streamed import clean_batches as streamed_batches
 
 NOTHING = Extra()
@@ -43,11 +43,7 @@ class Loader:
     ) -> None:
         if not isinstance(data.train, Images):
             raise ValueError(f"images of {data.name} are files, expected images in memory: use StreamedLoader")
-        if not 1 <= batch_size <= len(data.train):
-            raise ValueError(f"batch_size is {batch_size}, expected 1 to {len(data.train)}, the number of images")
-        augment = augment or data.augment
-        if augment not in AUGMENTATIONS:
-            raise ValueError(f"augment is {augment!r}, expected one of {', '.join(AUGMENTATIONS)}")
+        augment = checked(data, batch_size, augment, AUGMENTATIONS)
         self.data, self.images, self.batch_size, self.seed = data, data.train, batch_size, seed
         self.batches_per_epoch = len(self.images) // batch_size
         self._rows = rows_of(part, batch_size)
@@ -112,7 +108,7 @@ class Loader:
     @property
     def _columns(self) -> list[int]:
         """The number of columns per purpose in a plan."""
-        own = 3 if isinstance(self._augmentation, Crop) else 5
+        own = self._augmentation.numbers
         return [own, 4 * bool(self.extra.cutout), 5 * self.extra.mixes, (1 + own) * self.extra.mixes]
 
 

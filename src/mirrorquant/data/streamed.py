@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from mirrorquant import _files
 
 from . import decoding
-from .base import Data, DataError
+from .base import Data, DataError, check_labels
 from .store import Store, key_of
 
 AUGMENTATIONS = ("resized-crop-flip", "centre", "none")
@@ -113,14 +113,7 @@ class Photos:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", self.paths if isinstance(self.paths, Paths) else Paths(self.paths))
-        if self.labels.dtype != torch.int64 or self.labels.shape != (len(self.paths),):
-            found = f"{self.labels.dtype} of shape {tuple(self.labels.shape)}"
-            raise DataError(f"labels are {found}, expected torch.int64 of shape ({len(self.paths)},), one per image")
-        if len(self.paths) == 0:
-            raise DataError("there are no images, expected at least one")
-        low, high = int(self.labels.min()), int(self.labels.max())
-        if low < 0 or high >= len(self.classes):
-            raise DataError(f"labels run from {low} to {high}, expected 0 to {len(self.classes) - 1}, one per class")
+        check_labels(self.labels, len(self.paths), len(self.classes))
         if not 1 <= self.size <= 1024:
             raise DataError(f"The image size {self.size} is out of range, expected 1 to 1024.")
 
@@ -211,11 +204,7 @@ class StreamedLoader:
     ) -> None:
         if not isinstance(data.train, Photos):
             raise ValueError(f"images of {data.name} are in memory, expected image files: use Loader")
-        if not 1 <= batch_size <= len(data.train):
-            raise ValueError(f"batch_size is {batch_size}, expected 1 to {len(data.train)}, the number of images")
-        augment = augment or data.augment
-        if augment not in AUGMENTATIONS:
-            raise ValueError(f"augment is {augment!r}, expected one of {', '.join(AUGMENTATIONS)}")
+        augment = checked(data, batch_size, augment, AUGMENTATIONS)
         self.data, self.batch_size = data, batch_size
         self.batches_per_epoch = len(data.train) // batch_size
         self.waited = 0.0  # seconds in all that `raw` has waited for workers
@@ -343,6 +332,16 @@ def worker_count(workers: int, *, alone: bool = False) -> int:
 def places_of(index: slice | Tensor, count: int) -> Tensor:
     """The numbers of some of `count` images; unlike that of a tensor, the step of a slice may be negative."""
     return torch.tensor(range(count)[index]) if isinstance(index, slice) else torch.arange(count)[index.cpu()]
+
+
+def checked(data: Data, batch_size: int, augment: str, known: Iterable[str]) -> str:
+    """The augmentation, by default that of the data, if it is known and a batch has no more images than there are."""
+    if not 1 <= batch_size <= len(data.train):
+        raise ValueError(f"batch_size is {batch_size}, expected 1 to {len(data.train)}, the number of images")
+    augment = augment or data.augment
+    if augment not in known:
+        raise ValueError(f"augment is {augment!r}, expected one of {', '.join(known)}")
+    return augment
 
 
 def check_part(part: tuple[int, int]) -> tuple[int, int]:

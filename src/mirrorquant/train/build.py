@@ -133,8 +133,6 @@ def optimizer(config: Config, model: nn.Module, batches_per_epoch: int) -> Mirro
     except ValueError as error:
         about = f"skip is {','.join(config.skip)}" if config.skip else f"model {config.model}"
         raise ConfigError(f"{about}: {error}") from error
-    if config.lifted_init and config.init:
-        raise ConfigError("lifted_init draws the latents anew, so init would have no effect: leave one of them out")
     if config.lifted_init:
         _draw_latents(opt, torch.Generator().manual_seed(config.seed))
     return opt
@@ -226,9 +224,9 @@ def task(
         parts = f"accumulate={config.accumulate} and {world.size} processes"
         raise ConfigError(f"batch_size is {config.batch_size}, but it must be divisible by {share} for {parts}")
     options: dict[str, Any] = {"batch_size": config.batch_size, "seed": config.seed, "augment": config.augment}
-    options["extra"] = Extra(**{each.name: config[each.name] for each in dataclasses.fields(Extra)})
     try:
-        loader = load_batches(images, **options, part=world.part, workers=config.workers)
+        extra = Extra(**{each.name: config[each.name] for each in dataclasses.fields(Extra)})
+        loader = load_batches(images, **options, part=world.part, workers=config.workers, extra=extra)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     config = config.timed(loader.batches_per_epoch)

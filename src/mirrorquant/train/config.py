@@ -196,6 +196,8 @@ class Config:
             raise ConfigError(f"warmup is {self.warmup}, but it must be below iterations, {self.iterations}")
         if self.train_on == "all" and self.keep == "best":
             raise ConfigError("train_on=all leaves no images to choose the best network by: add keep=last")
+        if self.lifted_init and self.init:
+            raise ConfigError("lifted_init draws the latents anew, so init would have no effect: leave one of them out")
         try:
             self.build_method()
             lr, beta = self.build_lr(), self.build_beta(1)

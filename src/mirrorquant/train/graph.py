@@ -448,7 +448,7 @@ class Part:
         return [_shape(part, p) for part, p in zip(parts, self.layout, strict=True)]
 
     def sum_in_float32(self) -> None:
-        """Keeps a total of gradients apart from that of the image, whose precision would lose small parts of it."""
+        """Adds gradients up in float32, apart from that of the image, whose precision would lose small ones."""
         self.total = self.total.float()
 
     def take_gradients(self, grads: list[Tensor], *, add: bool = False) -> None:

@@ -80,8 +80,8 @@ def cells(table: str) -> list[str]:
     data, models, levels = TABLES[table]
     found = []
     for name in names():
-        own_data, model, *rest, method = name.split("/")
-        beyond = method in ("best", "quick", "ref-best")
+        own_data, model, *rest, _ = name.split("/")
+        beyond = name in _files()[_BEYOND]
         fits = beyond if table == _BEYOND else not beyond and rest in ([], [levels])
         if fits and own_data in data and model in models:
             found.append(name)
@@ -90,11 +90,15 @@ def cells(table: str) -> list[str]:
 
 @functools.cache
 def _recipes() -> dict[str, dict[str, Any]]:
-    recipes: dict[str, dict[str, Any]] = {}
-    for file in resources.files(__name__).iterdir():
-        if file.name.endswith(".toml"):
-            recipes.update(_parse(file.name.removesuffix(".toml"), file.read_text(encoding="utf-8")))
-    return recipes
+    return {name: recipe for recipes in _files().values() for name, recipe in recipes.items()}
+
+
+@functools.cache
+def _files() -> dict[str, dict[str, dict[str, Any]]]:
+    """The recipes of each file."""
+    files = [file for file in resources.files(__name__).iterdir() if file.name.endswith(".toml")]
+    stems = {file.name.removesuffix(".toml"): file.read_text(encoding="utf-8") for file in files}
+    return {stem: _parse(stem, text) for stem, text in stems.items()}
 
 
 def _parse(data: str, text: str) -> dict[str, dict[str, Any]]:
