@@ -129,6 +129,19 @@ def test_a_jump_goes_on_from_there(data):
     jumping.close()
 
 
+def test_a_batch_stays_as_it_is_until_the_second_one_after_it(data):
+    expected = [StreamedLoader(data, batch_size=8, seed=3, workers=0).raw(k) for k in range(20)]
+    made = StreamedLoader(data, batch_size=8, seed=3, workers=2)
+    before = made.raw(0)
+    for k in range(1, 20):
+        time.sleep(0.02)  # the workers write as far ahead as they may
+        assert same(before, expected[k - 1])
+        now = made.raw(k)
+        assert same(before, expected[k - 1]), "the one before the last, too"
+        before = now
+    made.close()
+
+
 def test_batches_are_bytes_in_channels_last_and_normalised_afterwards(data):
     made = StreamedLoader(data, batch_size=8, seed=0, workers=1)
     (pixels, labels), (x, y) = made.raw(2), made.batch(2)
@@ -336,7 +349,7 @@ def test_a_corrupt_file_is_named_and_the_next_image_takes_its_place(data, decode
     damage(bad, kind)
     for workers, part in ((0, (0, 1)), (2, (0, 1)), (0, (0, 2))):
         made = StreamedLoader(data, batch_size=8, seed=3, workers=workers, part=part)
-        found = [made.raw(k) for k in range(3)]
+        found = [(images.clone(), labels) for images, labels in map(made.raw, range(3))]
         made.close()
         assert [str(bad) in problem for problem in made.problems] == [True]
         assert int(found[1][1][1]) == int(data.train.labels[following])
@@ -761,9 +774,8 @@ def test_the_shares_of_images_in_memory_make_up_the_batch():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_for_a_gpu_are_pinned_and_normalised_there(data):
     there = StreamedLoader(data.to("cuda"), batch_size=8, seed=3, workers=2)
-    pixels, labels = there.raw(0)
+    pixels = there.raw(0)[0]
     assert pixels.is_pinned()
-    assert labels.is_pinned()
     assert pixels.is_contiguous(memory_format=torch.channels_last)
     x, y = there.batch(1)
     assert x.device.type == y.device.type == "cuda"

@@ -16,6 +16,7 @@ import os
 import re
 import signal
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,7 @@ from .base import Data, DataError, check_labels
 from .store import Store, key_of
 
 AUGMENTATIONS = ("resized-crop-flip", "centre", "none")
-Batch = tuple[Tensor, Tensor, dict[int, str]]  # images, labels, and what is wrong with files by their number
+Batch = tuple[Tensor | None, Tensor, dict[int, str]]  # images, labels, and what is wrong with files by their number
 CPU = torch.device("cpu")
 MOST_WORKERS, AHEAD = 16, 2  # batches that each worker makes ahead
 CORRUPT, CORRUPT_SHARE = 50, 0.01  # as many corrupt images are skipped, or this share of all, whichever is more ...
@@ -215,20 +216,28 @@ class StreamedLoader:
         self._start, self._next = _From(0), -1
         self._loader: DataLoader[Any] | None = None
         self._stream: Iterator[Any] | None = None
+        self._copies: list[torch.cuda.Event] = []  # of the last two batches to the GPU
 
     def batch(self, k: int) -> tuple[Tensor, Tensor]:
         """Batch number k, counted from 0 over all epochs: normalised float32 images and int64 labels, on the device."""
-        return _on_device(self.data, self._photos.device, *self.raw(k))
+        images, labels = _on_device(self.data, self._photos.device, *self.raw(k))
+        if images.is_cuda:
+            self._copies = [*self._copies[-1:], torch.cuda.current_stream(images.device).record_event()]
+        return images, labels
 
     def raw(self, k: int) -> tuple[Tensor, Tensor]:
         """Batch number k as bytes: N×3×size×size of uint8 in channels_last, and int64 labels.
 
-        Both lie in the memory of the host, pinned if the batches go to a GPU.
+        Both lie in the memory of the host; if the batches go to a GPU, the images are pinned. Workers write to the same
+        memory again: a batch stays as it is until the second call after it, or until the numbers jump.
         """
-        start = time.perf_counter()
+        start, jumps = time.perf_counter(), k != self._next or self._stream is None
+        for copy in self._copies if jumps else self._copies[:-1]:
+            copy.synchronize()
         try:
-            if k != self._next or self._stream is None:
+            if jumps:
                 self._stream = self._from(k)
+            assert self._stream is not None
             images, labels, corrupt = _following(self._stream)
         except BaseException:  # also Ctrl-C, or a worker that died: what comes next is unknown
             self.close()
@@ -238,7 +247,7 @@ class StreamedLoader:
         self.problems += [why for number, why in corrupt.items() if number not in self._corrupt]
         self._corrupt |= corrupt.keys()
         check_corrupt(self.problems, len(self._photos))
-        return images, labels
+        return self._batches.rooms[k] if self._batches.rooms else images, labels
 
     def close(self) -> None:
         """Ends the workers; a further batch starts them again."""
@@ -249,7 +258,11 @@ class StreamedLoader:
     def _from(self, k: int) -> Iterator[Any]:
         self._start.first = k
         if self._loader is None:
-            self._loader = _stream(self._batches, self._start, self._workers, self._photos.device)
+            batches, device = self._batches, self._photos.device
+            if self._workers and batches.rooms is None:
+                share = len(range(self.batch_size)[batches.rows])
+                batches.rooms = _Rooms(AHEAD * self._workers + 2, share, self._photos.size, device)
+            self._loader = _stream(batches, self._start, self._workers, device if batches.rooms is None else CPU)
         return _begun(self._loader)
 
 
@@ -395,15 +408,42 @@ class _From:
         return itertools.count(self.first)
 
 
+class _Rooms:
+    """Memory for the images of all batches that are under way, shared with the workers and used again and again.
+
+    Fresh memory for each batch would cost more time than its images: a page fault per 4 KiB in two processes, and for a
+    GPU a copy to pinned memory. This memory is itself pinned if `device` is a GPU.
+    """
+
+    def __init__(self, count: int, images: int, size: int, device: torch.device) -> None:
+        storage = torch.UntypedStorage._new_shared(count * images * size * size * 3)  # type: ignore[no-untyped-call]
+        self.memory = torch.empty(0, dtype=torch.uint8).set_(storage).view(count, images, size, size, 3)
+        if device.type == "cuda":
+            cuda, place = torch.cuda.cudart(), self.memory.data_ptr()  # type: ignore[no-untyped-call]
+            if int(cuda.cudaHostRegister(place, self.memory.numel(), 0)):
+                problem = f"{self.memory.numel():,} bytes for batches of images cannot be pinned, so copies to the GPU"
+                warnings.warn(f"{problem} do not overlap with training: use fewer workers.", stacklevel=2)
+            else:
+                weakref.finalize(self, cuda.cudaHostUnregister, place).atexit = False
+
+    def __getitem__(self, k: int) -> Tensor:
+        """The images of batch k, N×3×size×size in channels_last."""
+        return self.memory[k % len(self.memory)].permute(0, 3, 1, 2)
+
+
 @dataclass
 class _Batches(Dataset[Any]):
-    """Training batches by their number: the share of images and labels, and what is wrong with corrupt files."""
+    """Training batches by their number: the share of images and labels, and what is wrong with corrupt files.
+
+    Where there are `rooms`, a batch comes without its images, which are there.
+    """
 
     photos: Photos
     batch_size: int
     seed: int
     augment: str
     rows: slice
+    rooms: _Rooms | None = None
     _order: tuple[int, Tensor] = (-1, torch.empty(0))
 
     def __getitem__(self, k: int) -> Batch | DataError:
@@ -413,14 +453,15 @@ class _Batches(Dataset[Any]):
         uniform = torch.rand(
             self.batch_size, decoding.NUMBERS, generator=generator(self.seed, epoch, place), dtype=torch.float64
         )[self.rows]
-        images, chosen, corrupt = _empty(len(uniform), self.photos.size), [], dict[int, str]()
+        images = self.rooms[k] if self.rooms else _empty(len(uniform), self.photos.size)
+        chosen, corrupt = [], dict[int, str]()
         first = place * self.batch_size + self.rows.start
         try:
             for row, numbers in enumerate(uniform.tolist()):
                 chosen.append(self._fill(images[row], first + row, numbers, corrupt))
         except DataError as error:
             return error
-        return images, self.photos.labels[torch.tensor(chosen)], corrupt
+        return None if self.rooms else images, self.photos.labels[torch.tensor(chosen)], corrupt
 
     def _fill(self, row: Tensor, position: int, uniform: list[float], corrupt: dict[int, str]) -> int:
         """Writes the first image from a position of the order on that can be read, and returns its number."""
