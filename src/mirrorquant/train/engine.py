@@ -38,7 +38,7 @@ class PlainEngine:
 
     def __init__(self, task: Task) -> None:
         self.task, self.losses = task, torch.zeros((), device=task.device)
-        self.network = compiling.compiled(task.model, task.compile)
+        self.network = compiling.compiled(task.model, task.compile, task.device)
 
     @property
     def ready(self) -> bool:

@@ -80,8 +80,8 @@ class GraphEngine(PlainEngine):
         self.scores = isinstance(task.data.val, Images) and task.world.size == 1
         if task.compile:
             torch.compiler.reset()  # or the graphs of earlier runs in this process would count against the limit
-        self._forward = compiling.compiled(self._loss, task.compile)
-        self._move = compiling.compiled(self._update, task.compile)
+        self._forward = compiling.compiled(self._loss, task.compile, task.device)
+        self._move = compiling.compiled(self._update, task.compile, task.device)
 
     @property
     def ready(self) -> bool:
@@ -327,8 +327,8 @@ class _Validation:
             self.weights |= dict(zip(part.weights, part.views(image), strict=True))
         self.totals = torch.zeros(SCORES, device=engine.device)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self._tally = compiling.compiled(self._batch, task.compile)
-        self._round = compiling.compiled(self._rounding, task.compile)
+        self._tally = compiling.compiled(self._batch, task.compile, task.device)
+        self._round = compiling.compiled(self._rounding, task.compile, task.device)
 
     @torch.no_grad()
     def __call__(self) -> Score:

@@ -187,7 +187,8 @@ class Run:
     @functools.cached_property
     def engine(self) -> PlainEngine | _Guarded:
         """Makes the steps; chosen when first needed, since it starts from the model as it is then."""
-        return choose(self.task, self.config.engine, self.say)
+        with self.clock.apart("startup"):
+            return choose(self.task, self.config.engine, self.say)
 
     def say(self, message: str) -> None:
         """Shows a message beside the progress, and keeps it; of several processes, the first does."""
