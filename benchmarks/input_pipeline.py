@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, Dataset
 from mirrorquant.data import Data, Photos, StreamedLoader, cached, decoding, load
 
 WORKERS, BATCH, STEPS, SIZE, SCALED = 2, 64, 24, 224, 112
-AHEAD = 2 * WORKERS  # batches in flight
+PREFETCH = 2 * WORKERS  # batches in flight
 
 
 def photographs(folder: Path, sides: str, count: int, target: Path) -> Data:
@@ -134,7 +134,7 @@ def usual_box(width: int, height: int) -> tuple[int, int, int, int]:
 def plain(data: Data) -> Iterator[Any]:
     assert isinstance(data.train, Photos)
     images = PlainImages(data.train, data)
-    order = [i % len(images) for i in torch.randperm(BATCH * (STEPS + 4 * AHEAD)).tolist()]
+    order = [i % len(images) for i in torch.randperm(BATCH * (STEPS + 4 * PREFETCH)).tolist()]
     batches: DataLoader[Any] = DataLoader(images, BATCH, sampler=order, num_workers=WORKERS)
     return iter(batches)
 
@@ -147,7 +147,7 @@ def ours(data: Data, *, normalise: bool = True) -> Iterator[Any]:
 
 def timed(stream: Iterator[Any]) -> tuple[float, float]:
     """Wall and processor seconds per image, once all workers are as many batches ahead as they go."""
-    for _ in range(2 * AHEAD):
+    for _ in range(2 * PREFETCH):
         next(stream)
     start, used = time.perf_counter(), processor()
     for _ in range(STEPS):

@@ -110,7 +110,7 @@ def test_float_networks_alone_have_curves_and_nothing_to_compare(tmp_path, capsy
     assert main(["compare", *TINY, "--methods", "ref", "--quiet", "--out", str(tmp_path / "all")]) == 0
     told = capsys.readouterr().out
     assert f"wrote {tmp_path / 'all' / 'curves.png'}\n" in told
-    assert "pictures" not in told
+    assert "figures" not in told
 
 
 def test_every_method_of_the_paper_can_be_compared_on_the_digits(tmp_path, capsys):
@@ -197,7 +197,10 @@ def test_a_run_is_packed_evaluated_summarized_and_exported(run_folder, capsys):
     capsys.readouterr()
     assert main(["pack", str(run_folder)]) == 0
     size = packed.stat().st_size
-    assert f"wrote {packed}: {size:,} bytes; in float32 226,240: {226_240 / size:.1f} times" in capsys.readouterr().out
+    assert (
+        f"wrote {packed}: {size:,} bytes, {226_240 / size:.1f} times smaller than in float32 (226,240)"
+        in capsys.readouterr().out
+    )
     assert main(["pack", str(run_folder / "best.pt"), "-o", str(run_folder / "again.safetensors"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes"] == size
     assert (run_folder / "again.safetensors").read_bytes() == packed.read_bytes()

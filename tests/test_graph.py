@@ -15,7 +15,7 @@ from torch import nn
 
 import mirrorquant as mq
 from mirrorquant.train import Config, EngineError, Run, RunError, beside, build
-from mirrorquant.train.engine import PlainEngine, Unsupported, _Guarded, choose
+from mirrorquant.train.engine import PlainEngine, Unsupported, _GraphOrPlain, choose
 from mirrorquant.train.graph import GraphEngine, Part
 from mirrorquant.train.metrics import read_metrics
 
@@ -263,7 +263,7 @@ def test_a_model_that_the_graph_engine_cannot_train_is_an_error_if_it_was_asked_
     with pytest.raises(EngineError, match=r"engine=graph cannot train this \(.*not float32.*\): use engine=auto"):
         choose(task, "graph", print)
     messages = []
-    assert _Guarded(task, messages.append, strict=False).name == "plain"
+    assert _GraphOrPlain(task, messages.append, strict=False).name == "plain"
     assert "using the plain engine, which is slower" in messages[0]
 
 
@@ -278,7 +278,7 @@ def test_a_first_step_that_breaks_off_is_taken_once_by_the_plain_engine(monkeypa
 
     monkeypatch.setattr(Part, "quantized", broken)  # for the projection, after the latents have moved
     messages, tasks = [], [build.task(config("affine=true")) for _ in range(2)]
-    engines = [PlainEngine(tasks[0]), _Guarded(tasks[1], messages.append, strict=False)]
+    engines = [PlainEngine(tasks[0]), _GraphOrPlain(tasks[1], messages.append, strict=False)]
     for engine in engines:
         engine.step(0)
         engine.step(1)

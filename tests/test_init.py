@@ -63,7 +63,7 @@ def test_the_file_belongs_to_the_identity_of_a_run():
 
 def test_weights_of_a_float_run_need_its_affine_batch_norm(tmp_path):
     Run(config(*SMALL, recipe="digits/digitsnet/ref"), tmp_path / "ref", quiet=True).train()
-    with pytest.raises(ConfigError, match=r"ref has bn1\.weight, which the model has not: .* add affine=true"):
+    with pytest.raises(ConfigError, match=r"ref has bn1\.weight, which the model lacks: .* add affine=true"):
         build.task(config(*SMALL, f"init={tmp_path / 'ref'}"))
     task = build.task(config(*SMALL, f"init={tmp_path / 'ref'}", "affine=true"))
     assert torch.equal(task.model.bn1.weight, Best.load(tmp_path / "ref").model.bn1.weight)
@@ -74,7 +74,7 @@ def test_a_file_that_does_not_fit_is_told_with_the_first_difference(tmp_path):
     state = network().state_dict()
     for content, message in (
         ({k: v for k, v in state.items() if k != "conv2.weight"}, r"net\.pt has no conv2\.weight, which the model has"),
-        ({**state, "extra": torch.zeros(1)}, r"net\.pt has extra, which the model has not"),
+        ({**state, "extra": torch.zeros(1)}, r"net\.pt has extra, which the model lacks"),
         ({**state, "fc.bias": torch.zeros(7)}, r"fc\.bias of init .* has shape \(7,\), but the model needs \(10,\)"),
         ({"epoch": 3}, r"holds no state_dict: write it by torch\.save\(model\.state_dict\(\)"),
         (network(), r"cannot be loaded \(UnpicklingError\)"),

@@ -563,7 +563,7 @@ def test_a_damaged_cache_is_made_again(folder, tmp_path):
         assert {file: file.read_bytes() for file in (tmp_path / "cache").iterdir()} == files
     stored = cached(data, tmp_path / "cache")
     file.write_bytes(b"")
-    with pytest.raises(DataError, match="has been cut off: start again"):
+    with pytest.raises(DataError, match="is truncated: run again"):
         batches(stored, 1, workers=1)
     file.unlink()
     with pytest.raises(DataError, match=r"cannot be read \(No such file"):
@@ -704,7 +704,7 @@ def test_flat_validation_images_get_their_labels_from_a_file(flat, name, content
     ("name", "content", "message"),
     [
         ("other.txt", BY_ID, "put LOC_val_solution.csv there, or val.txt with the lines FILE CLASS"),
-        ("ILSVRC2012_validation_ground_truth.txt", "490\n361\n171\n", "numbers of another order of the classes"),
+        ("ILSVRC2012_validation_ground_truth.txt", "490\n361\n171\n", "numbers the classes in another order"),
         ("val.txt", BY_ID.replace("n01", "n09"), "expected a file and one of 2 classes"),
         ("val.txt", BY_NUMBER.replace("1\n", "2\n"), "expected a file and one of 2 classes"),
         ("val.txt", BY_ID[:-37], "does not name the class of ILSVRC2012_val_00000003.JPEG"),
@@ -743,7 +743,7 @@ def test_data_of_files_can_be_resized_and_joined(data, tmp_path):
     separate = Data("own", data.train, data.val, data.val.take(slice(3)), data.mean, data.std, data.augment).joined()
     assert list(separate.train.paths) == [*data.train.paths, *data.val.paths]
     assert separate.train.labels.tolist() == [*data.train.labels.tolist(), *data.val.labels.tolist()]
-    with pytest.raises(DataError, match="some are in memory, some are files"):
+    with pytest.raises(DataError, match="must both be in memory or both be files"):
         Data("mixed", data.train, load("digits").val, data.val, data.mean, data.std, data.augment)
 
 

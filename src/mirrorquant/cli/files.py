@@ -137,7 +137,7 @@ def pack(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({"file": str(path), "bytes": size, "float_bytes": full}))
         return
-    print(f"wrote {path}: {size:,} bytes; in float32 {full:,}: {full / size:.1f} times as much")
+    print(f"wrote {path}: {size:,} bytes, {full / size:.1f} times smaller than in float32 ({full:,})")
     file, images = shlex.quote(str(path)), _data_option(about)
     builder = f" --model {shlex.quote(str(about.get('model', 'MODULE:FUNCTION')))}" * (contents.architecture is None)
     look = (f"summary {file}", "its bits and bytes, layer by layer")
@@ -150,7 +150,7 @@ def export(options: argparse.Namespace) -> None:
     model, about, source = _network(options)
     shape = options.shape or about.get("shape")
     if not isinstance(shape, list):
-        raise PackError(f"{options.what} does not say what it takes: pass --shape, as in --shape 3x32x32")
+        raise PackError(f"{options.what} does not name its input shape: pass --shape, as in --shape 3x32x32")
     path = _output(options.out, source.with_suffix(_ENDINGS[options.to]))
     export_model(model, path, shape, to=options.to, about=about)
     for file in _files_of(path):

@@ -62,25 +62,25 @@ def reproduce(options: argparse.Namespace) -> None:
     missing = [cell for cell in cells if cell not in done]
     if options.jobs == 1:
         for cell in missing:
-            attempt(cell, _here)
+            attempt(cell, _in_this_process)
     else:
         for first in (True, False):  # float networks, from which others may start or learn
             batch = [cell for cell in missing if ("/ref" in cell[0]) == first]
-            _side_by_side([functools.partial(attempt, cell) for cell in batch], options.jobs)
+            _in_parallel([functools.partial(attempt, cell) for cell in batch], options.jobs)
     print("\n" + results_tables([done[cell] for cell in cells if cell in done]))
     if failed:
         raise RunError(f"{len(failed)} of {len(cells)} cells failed: {'; '.join(failed)}. Start again to try them")
 
 
-def _here(config: Config, folder: Path, options: argparse.Namespace) -> RunRecord:
+def _in_this_process(config: Config, folder: Path, options: argparse.Namespace) -> RunRecord:
     options.resume = True
     return runs.trained(runs.begun(config, folder, options), options)
 
 
-def _side_by_side(attempts: Sequence[Callable[[Train], None]], jobs: int) -> None:
+def _in_parallel(attempts: Sequence[Callable[[Train], None]], jobs: int) -> None:
     """Several at a time, each in its own process; a signal is passed on to all of them, which write checkpoints."""
     started: list[subprocess.Popen[str]] = []
-    told: list[subprocess.Popen[str]] = []
+    signalled: list[subprocess.Popen[str]] = []
     with process.signals() as stop, ThreadPoolExecutor(jobs) as pool:
         waiting = {pool.submit(attempt, functools.partial(_in_own_process, started)) for attempt in attempts}
         while waiting:
@@ -91,9 +91,9 @@ def _side_by_side(attempts: Sequence[Callable[[Train], None]], jobs: int) -> Non
             if stop:
                 for future in waiting:
                     future.cancel()
-                for child in [each for each in started if each not in told]:
+                for child in [each for each in started if each not in signalled]:
                     child.send_signal(stop[0])
-                    told.append(child)
+                    signalled.append(child)
         if stop:
             raise KeyboardInterrupt
 

@@ -30,7 +30,7 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     sub = command("train", train, "cifar10/resnet18/binary/md-tanh-s seed=1")
     add_words(sub, "RECIPE", f"a name from 'mirrorquant recipes'; default: {DEFAULT}")
     sub.add_argument("--out", type=Path, help="the run's folder; default: a new one in runs/")
-    text = f"continue the run in this folder, or in --out; device, data_root and logging may change; {TRUSTED}"
+    text = f"continue the run in this folder, or in --out; only machine and logging keys may change; {TRUSTED}"
     sub.add_argument("--resume", type=Path, nargs="?", const=Path(), metavar="RUN", help=text)
     sub = command("compare", compare, "digits/digitsnet --seeds 3")
     add_words(sub, "TASK", "data set and model of the recipes; default: digits/digitsnet")
@@ -209,7 +209,7 @@ def _draw(folders: Sequence[Path], out: Path, rows: Sequence[dict[str, Any]] = (
             if RunFolder(folder).config().histogram_every:
                 print(f"wrote {plots.histograms(folder, folder / 'weights.png')}")
     except plots.PlotError as error:
-        print(f"no further pictures: {error}")
+        print(f"no further figures: {error}")
 
 
 def show_recipes(options: argparse.Namespace) -> None:

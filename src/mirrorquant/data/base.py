@@ -94,7 +94,7 @@ class Data:
     def __post_init__(self) -> None:
         for split, images in (("val", self.val), ("test", self.test)):
             if type(images) is not type(self.train):
-                raise DataError(f"{self.name}: of the {split} and training images some are in memory, some are files")
+                raise DataError(f"{self.name}: {split} and training images must both be in memory or both be files")
             if images.shape != self.train.shape or images.classes != self.train.classes:
                 raise DataError(f"{self.name}: the {split} images differ from the training images in shape or classes")
         if not len(self.mean) == len(self.std) == self.shape[0] or min(self.std) <= 0:

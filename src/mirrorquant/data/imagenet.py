@@ -131,7 +131,7 @@ def _flat(folder: Path, classes: tuple[str, ...], places: Sequence[Path]) -> Pho
     files = [place / name for name in LABELS for place in places if (place / name).is_file()]
     if not files:
         remedy = f"put {KAGGLE} there, or val.txt with the lines FILE CLASS, or move the images to a folder per class"
-        raise DataError(f"{folder} has no folders of classes, and {places[0]} has no file that names them: {remedy}.")
+        raise DataError(f"{folder} has no class folders, and {places[0]} has no file that lists the classes: {remedy}.")
     known = _ground_truth(files[0], classes)
     names = _entries(folder, folders=False)
     missing = next((name for name in names if Path(name).stem not in known), None)
@@ -154,7 +154,7 @@ def _ground_truth(file: Path, classes: tuple[str, ...]) -> dict[str, int]:
         words = line.replace(",", " ").split()
         if len(words) == 1:
             remedy = f"use {KAGGLE}, or write val.txt with the lines FILE CLASS"
-            raise DataError(f"{file} has numbers of another order of the classes and no names of files: {remedy}.")
+            raise DataError(f"{file} numbers the classes in another order and has no file names: {remedy}.")
         if words and words[1] not in number:
             raise DataError(f"{file} has the line {line[:80]!r}, expected a file and one of {len(classes)} classes.")
         if words:

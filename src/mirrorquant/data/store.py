@@ -112,9 +112,9 @@ class Store:
                 file.seek(offset + 3 * width * top)
                 rows = bytearray(file.read(3 * width * h))
         except OSError as error:
-            raise DataError(f"{self.file} cannot be read ({error.strerror}): start again, it is made anew.") from error
+            raise DataError(f"{self.file} cannot be read ({error.strerror}): run again to rebuild it.") from error
         if len(rows) != 3 * width * h:
-            raise DataError(f"{self.file} has been cut off: start again, it is made anew.")
+            raise DataError(f"{self.file} is truncated: run again to rebuild it.")
         return torch.frombuffer(rows, dtype=torch.uint8).view(h, width, 3)[:, left : left + w]
 
 

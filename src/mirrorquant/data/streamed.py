@@ -36,7 +36,7 @@ from .store import Store, key_of
 AUGMENTATIONS = ("resized-crop-flip", "centre", "none")
 Batch = tuple[Tensor | None, Tensor, dict[int, str]]  # images, labels, and what is wrong with files by their number
 CPU = torch.device("cpu")
-MOST_WORKERS, AHEAD = 16, 2  # batches that each worker makes ahead
+MAX_WORKERS, PREFETCH = 16, 2  # batches that each worker makes ahead
 CORRUPT, CORRUPT_SHARE = 50, 0.01  # as many corrupt images are skipped, or this share of all, whichever is more ...
 MOST_CORRUPT = 0.25  # ... but no more than this share
 
@@ -213,7 +213,7 @@ class StreamedLoader:
         self._photos, self._workers = data.train, worker_count(workers)
         self._batches = _Batches(replace(data.train), batch_size, seed, augment, rows_of(part, batch_size))
         self._corrupt: set[int] = set()
-        self._start, self._next = _From(0), -1
+        self._start, self._next = _CountFrom(0), -1
         self._loader: DataLoader[Any] | None = None
         self._stream: Iterator[Any] | None = None
         self._copies: list[torch.cuda.Event] = []  # of the last two batches to the GPU
@@ -238,7 +238,7 @@ class StreamedLoader:
             if jumps:
                 self._stream = self._from(k)
             assert self._stream is not None
-            images, labels, corrupt = _following(self._stream)
+            images, labels, corrupt = _next_of(self._stream)
         except BaseException:  # also Ctrl-C, or a worker that died: what comes next is unknown
             self.close()
             raise
@@ -247,7 +247,7 @@ class StreamedLoader:
         self.problems += [why for number, why in corrupt.items() if number not in self._corrupt]
         self._corrupt |= corrupt.keys()
         check_corrupt(self.problems, len(self._photos))
-        return self._batches.rooms[k] if self._batches.rooms else images, labels
+        return self._batches.buffers[k] if self._batches.buffers else images, labels
 
     def close(self) -> None:
         """Ends the workers; a further batch starts them again."""
@@ -259,11 +259,11 @@ class StreamedLoader:
         self._start.first = k
         if self._loader is None:
             batches, device = self._batches, self._photos.device
-            if self._workers and batches.rooms is None:
+            if self._workers and batches.buffers is None:
                 share = len(range(self.batch_size)[batches.rows])
-                batches.rooms = _Rooms(AHEAD * self._workers + 2, share, self._photos.size, device)
-            self._loader = _stream(batches, self._start, self._workers, device if batches.rooms is None else CPU)
-        return _begun(self._loader)
+                batches.buffers = _Buffers(PREFETCH * self._workers + 2, share, self._photos.size, device)
+            self._loader = _stream(batches, self._start, self._workers, device if batches.buffers is None else CPU)
+        return _started(self._loader)
 
 
 def clean_batches(
@@ -276,14 +276,14 @@ def clean_batches(
     named in `photos.problems`; too many of them raise `DataError`.
     """
     rank, count = check_part(part)
-    images, key = _Clean(replace(photos), batch_size, rank, count), (batch_size, part, workers)
+    images, key = _EvalBatches(replace(photos), batch_size, rank, count), (batch_size, part, workers)
     stream = photos._streams.pop(key, None)  # nobody else may use it now
     if stream is None:
         stream = _stream(images, range(len(images)), min(worker_count(workers), len(images)), photos.device)
-    batches = _begun(stream)
+    batches = _started(stream)
     try:
         for _ in range(len(images)):
-            pixels, labels, corrupt = _following(batches)
+            pixels, labels, corrupt = _next_of(batches)
             photos.problems.extend(why for why in corrupt.values() if why not in photos.problems)
             check_corrupt(photos.problems, len(photos))
             if len(labels):
@@ -322,10 +322,10 @@ def _stored(photos: Photos, stem: Path, say: Callable[[str], None]) -> Photos:
     if store is None:
         for older in sorted(file.parent.glob(f"{glob.escape(stem.name)}-*.pixels")):
             say(f"{older} is older or of another size: delete it if nothing else uses it.")
-        chunks = _Chunks(replace(photos, store=None), side)
+        chunks = _StoreChunks(replace(photos, store=None), side)
         workers = min(worker_count(-1, alone=True), len(chunks))
-        stream = _begun(_stream(chunks, range(len(chunks)), workers, CPU))
-        made = (_following(stream) for _ in range(len(chunks)))
+        stream = _started(_stream(chunks, range(len(chunks)), workers, CPU))
+        made = (_next_of(stream) for _ in range(len(chunks)))
         store = Store.written(file, key, made, len(photos), say)
     return replace(photos, store=store)
 
@@ -339,7 +339,7 @@ def worker_count(workers: int, *, alone: bool = False) -> int:
         raise ValueError(f"workers is {workers}, expected -1 (one per core) or more")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = cores if alone else max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    return min(MOST_WORKERS, cores) if workers == -1 else workers
+    return min(MAX_WORKERS, cores) if workers == -1 else workers
 
 
 def places_of(index: slice | Tensor, count: int) -> Tensor:
@@ -399,7 +399,7 @@ def generator(*key: int) -> Generator:
 
 
 @dataclass
-class _From:
+class _CountFrom:
     """The numbers from `first` on."""
 
     first: int
@@ -408,7 +408,7 @@ class _From:
         return itertools.count(self.first)
 
 
-class _Rooms:
+class _Buffers:
     """Memory for the images of all batches that are under way, shared with the workers and used again and again.
 
     Fresh memory for each batch would cost more time than its images: a page fault per 4 KiB in two processes, and for a
@@ -435,7 +435,7 @@ class _Rooms:
 class _Batches(Dataset[Any]):
     """Training batches by their number: the share of images and labels, and what is wrong with corrupt files.
 
-    Where there are `rooms`, a batch comes without its images, which are there.
+    With `buffers`, a batch comes without its images, which are in its buffer.
     """
 
     photos: Photos
@@ -443,7 +443,7 @@ class _Batches(Dataset[Any]):
     seed: int
     augment: str
     rows: slice
-    rooms: _Rooms | None = None
+    buffers: _Buffers | None = None
     _order: tuple[int, Tensor] = (-1, torch.empty(0))
 
     def __getitem__(self, k: int) -> Batch | DataError:
@@ -453,7 +453,7 @@ class _Batches(Dataset[Any]):
         uniform = torch.rand(
             self.batch_size, decoding.NUMBERS, generator=generator(self.seed, epoch, place), dtype=torch.float64
         )[self.rows]
-        images = self.rooms[k] if self.rooms else _empty(len(uniform), self.photos.size)
+        images = self.buffers[k] if self.buffers else _empty(len(uniform), self.photos.size)
         chosen, corrupt = [], dict[int, str]()
         first = place * self.batch_size + self.rows.start
         try:
@@ -461,7 +461,7 @@ class _Batches(Dataset[Any]):
                 chosen.append(self._fill(images[row], first + row, numbers, corrupt))
         except DataError as error:
             return error
-        return None if self.rooms else images, self.photos.labels[torch.tensor(chosen)], corrupt
+        return None if self.buffers else images, self.photos.labels[torch.tensor(chosen)], corrupt
 
     def _fill(self, row: Tensor, position: int, uniform: list[float], corrupt: dict[int, str]) -> int:
         """Writes the first image from a position of the order on that can be read, and returns its number."""
@@ -484,7 +484,7 @@ class _Batches(Dataset[Any]):
 
 
 @dataclass
-class _Clean(Dataset[Any]):
+class _EvalBatches(Dataset[Any]):
     """Batches for evaluation by their number."""
 
     photos: Photos
@@ -516,7 +516,7 @@ class _Clean(Dataset[Any]):
 
 
 @dataclass
-class _Chunks(Dataset[Any]):
+class _StoreChunks(Dataset[Any]):
     """What a store keeps, by the number of a chunk: pixels, and the heights and widths of images (0 if unreadable)."""
 
     photos: Photos
@@ -548,7 +548,7 @@ def _stream(batches: Dataset[Any], order: Iterable[int], workers: int, device: t
         batch_size=None,
         sampler=order,
         num_workers=workers,
-        prefetch_factor=AHEAD if workers else None,
+        prefetch_factor=PREFETCH if workers else None,
         persistent_workers=workers > 0,
         pin_memory=device.type == "cuda",
         worker_init_fn=_start_worker,
@@ -562,11 +562,11 @@ def _start_worker(number: int) -> None:
     if orphan:  # the parent died just now, and torch would not notice any more
         os._exit(1)
     torch.set_num_threads(1)
-    for number in (signal.SIGINT, signal.SIGTERM):  # which reach all processes; the one in charge ends the others
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes; the main one ends the workers
         signal.signal(number, signal.SIG_IGN)
 
 
-def _begun(loader: DataLoader[Any]) -> Iterator[Any]:
+def _started(loader: DataLoader[Any]) -> Iterator[Any]:
     """A stream from its beginning; of workers that are kept, one may have died in the meantime."""
     try:
         stream = iter(loader)
@@ -585,7 +585,7 @@ def _end_all() -> None:
         _end(stream)
 
 
-def _following(stream: Iterator[Any]) -> Any:
+def _next_of(stream: Iterator[Any]) -> Any:
     """The next item of a stream; what went wrong in making it is raised."""
     try:
         found = next(stream)
@@ -610,7 +610,7 @@ def _end(stream: Iterator[Any] | None) -> None:
 
 
 def _empty(count: int, size: int) -> Tensor:
-    """Room for a batch; that of a worker is shared with the process in charge, which saves a copy."""
+    """Memory for a batch; a worker shares it with the main process, which saves a copy."""
     images = torch.empty(count, 3, size, size, dtype=torch.uint8, memory_format=torch.channels_last)
     if get_worker_info() is not None:
         images.share_memory_()  # type: ignore[no-untyped-call]

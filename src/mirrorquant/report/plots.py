@@ -56,7 +56,7 @@ def curves(runs: Sequence[Path], out: Path) -> Path:
     accuracy = any(map(_Line.best, lines))
     if not accuracy and not right:
         where = ", ".join(map(str, runs)) or "no run folder"
-        raise PlotError(f"no training or validation line in {where} yet: let the run go on for a while")
+        raise PlotError(f"no training or validation line in {where} yet: let the run train longer")
     layout: Any = [["accuracy", panel] for panel in right or ["accuracy"]] if accuracy else [right]
     tasks = {labels.task(run.config) for run in records}
     with _figure(out, 9.6, 4.2, tasks.pop() if len(tasks) == 1 else "") as figure:
@@ -225,7 +225,7 @@ def histograms(run: Path, out: Path) -> Path:
     """
     record = RunRecord.read(run)
     if not record.weights:
-        raise PlotError(f"no line of weight histograms in {run / 'metrics.jsonl'} yet: let the run go on for a while")
+        raise PlotError(f"no line of weight histograms in {run / 'metrics.jsonl'} yet: let the run train longer")
     layers = [layer for layer, counts in record.weights[max(record.weights)]["layers"].items() if any(counts)]
     quantized = [layer for layer in layers if record.quantizes(layer)]
     layers = quantized or layers

@@ -32,7 +32,7 @@ class RecordError(MirrorquantError, ValueError):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run, which may still be going on; ``train``, ``val`` and ``weights`` are its metrics by step.
+    """A run, possibly still in progress; ``train``, ``val`` and ``weights`` are its metrics by step.
 
     >>> record = RunRecord.of({"recipe": "cifar10/vgg16/binary/pq-star", "config": {"method": "pq"}})
     >>> record.name

@@ -19,7 +19,8 @@ Kind = tuple[str, tuple[tuple[float, ...], str]]
 def compare_row(record: RunRecord) -> dict[str, Any]:
     """One row of a comparison: method, levels and their scale, seed, bits per weight, accuracies in percent, seconds.
 
-    ``soft`` is the test accuracy of the soft network; ``val``, ``test`` and ``top5`` are those of the rounded one.
+    ``soft`` is the test accuracy of the last soft network; ``val``, ``test`` and ``top5`` are those of the rounded one
+    that was kept.
     """
     return {
         "method": record.name,

@@ -27,7 +27,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 @contextmanager
 def convolutions() -> Iterator[None]:
-    """What is compiled in here computes the gradients of convolutions' weights on a stream of their own."""
+    """Code compiled in this context computes the gradients of convolution weights on a separate stream."""
     with inductor.patch(post_grad_custom_post_pass=_Split(), allow_buffer_reuse=False, inplace_buffers=False):
         yield
 

@@ -74,7 +74,7 @@ def start_from(file: str, model: nn.Module) -> None:
         norm = leaf in ("weight", "bias") and isinstance(dict(model.named_modules()).get(path), NORMS)
         if name not in own:
             remedy = "its batch norm is affine: add affine=true" if norm else "it must be of the same network"
-            raise ConfigError(f"init {file} has {name}, which the model has not: {remedy}")
+            raise ConfigError(f"init {file} has {name}, which the model lacks: {remedy}")
         if name not in saved and leaf == "num_batches_tracked":  # older checkpoints have none
             continue
         if name not in saved:
@@ -126,7 +126,7 @@ def optimizer(config: Config, model: nn.Module, batches_per_epoch: int) -> Mirro
         if config.method != "ref":  # the paper quantizes everything; in a custom model, some parameters must stay float
             everything = ":" not in config.model
             groups = split(model, skip=config.skip, everything=everything, norms=config.quantize_norms)
-        groups = groups if config.decay_norms else _norms_apart(groups, model)
+        groups = groups if config.decay_norms else _without_norm_decay(groups, model)
         base: torch.optim.Optimizer = classes[config.optimizer](groups, **options)
         with unwarned():  # the paper's ternary networks start at zero, by design; the end of a run reports problems
             opt = MirrorDescent(base, method=config.build_method(), anneal=config.build_beta(batches_per_epoch))
@@ -154,7 +154,7 @@ def _draw_latents(opt: MirrorDescent, generator: torch.Generator) -> None:
     opt.refresh()
 
 
-def _norms_apart(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
+def _without_norm_decay(groups: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
     """The same groups, with the parameters of normalization layers and PReLU in their own, without weight decay."""
     norms = {p for m in model.modules() if isinstance(m, (*NORMS, nn.PReLU)) for p in m.parameters(recurse=False)}
     found = []
@@ -214,7 +214,7 @@ def task(
 ) -> Task:
     """Everything that an engine needs, on the device of the configuration.
 
-    A run that goes on from a checkpoint needs neither ``download`` nor ``init``, the file of pretrained weights.
+    A run that resumes from a checkpoint needs neither ``download`` nor ``init``, the file of pretrained weights.
     """
     place = device(config)
     with world.first():

@@ -116,7 +116,7 @@ class Config:
     prelu: bool = _model(False, "PReLU after each block of Bi-Real Net")
 
     # How weights are quantized.
-    method: str = _method("md-tanh-s", f"method, or {_OWN} for your own")
+    method: str = _method("md-tanh-s", f"method, or {_OWN} for a custom one")
     levels: str = _method("binary", "binary, ternary, or numbers like -1,0,1", used="method!=ref")
     scale: str = _method("", "factor on the levels, as in tensor or channel-learnt; empty for none", used=_SCALED)
     skip: list[str] = _method([], "patterns of parameters or modules that stay in float", used="method!=ref")  # noqa: RUF009
@@ -155,7 +155,7 @@ class Config:
     # Training, and its arithmetic; auto is chosen for speed.
     iterations: int = _training(100000, "training steps", least=1, most=1e15)
     epochs: float = _training(0.0, "passes over the training images, in place of iterations", least=0, most=1e9)
-    rescale: bool = _training(True, "other iterations than the recipe's stretch its schedules of lr and β")
+    rescale: bool = _training(True, "stretch the recipe's lr and β schedules when iterations change")
     batch_size: int = _training(128, "images per step, of all processes together", least=1)
     sync_norms: bool = _training(False, "batch norm over the images of all processes (SyncBatchNorm, on CUDA)")
     keep: str = _training("best", "network to test and store: best on validation, or last", choices=("best", "last"))
@@ -453,9 +453,7 @@ def _schedule(name: str, **terms: Any) -> Schedule:
     try:
         signature.bind(**known)
     except TypeError as error:
-        raise ConfigError(
-            f"schedule {name!r} cannot be made: {error}; what it may take is {', '.join(terms)}"
-        ) from error
+        raise ConfigError(f"schedule {name!r} cannot be made: {error}; it may take {', '.join(terms)}") from error
     made = function(**known)
     if not callable(made):
         expected = "a function of the step: name a class with __call__(self, step)"

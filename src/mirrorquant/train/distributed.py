@@ -139,7 +139,7 @@ def joined() -> Iterator[World]:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which torchrun ends the rest: first comes the message
         raise JobError(
             f"process {found.rank} of {found.size} lost contact with the others: one of them was killed, or failed and "
-            "says why. A run that had begun continues with --resume, with any number of processes"
+            "printed why. Continue the run with --resume, with any number of processes"
         ) from error
     finally:
         dist.destroy_process_group()

@@ -80,7 +80,7 @@ class PlainEngine:
         """Brings model and optimizer up to date, which may lag behind between steps of other engines."""
 
 
-class _Guarded:
+class _GraphOrPlain:
     """The graph engine; if its first step fails or it cannot be captured, the plain one takes over.
 
     The first step compiles everything the model is made of, so much can go wrong. With ``strict``, that is an error.
@@ -113,7 +113,7 @@ class _Guarded:
 
     def _fall_back(self, error: Exception) -> None:
         problem = f"engine=graph cannot train this ({first_line(error)})"
-        if self.strict or self.task.world.size > 1:  # the others would go on with other messages
+        if self.strict or self.task.world.size > 1:  # the others would send different messages
             remedy = "engine=plain" if self.task.world.size > 1 else "engine=auto or engine=plain"
             raise EngineError(f"{problem}: use {remedy}") from error
         self.say(f"{problem}: using the plain engine, which is slower")
@@ -126,7 +126,7 @@ class _Guarded:
         return getattr(self.engine, name)
 
 
-def choose(task: Task, engine: str, say: Callable[[str], None]) -> PlainEngine | _Guarded:
+def choose(task: Task, engine: str, say: Callable[[str], None]) -> PlainEngine | _GraphOrPlain:
     """The engine of that name: plain (also called eager), graph, or auto, which is graph on CUDA if it works.
 
     Raises:
@@ -134,4 +134,4 @@ def choose(task: Task, engine: str, say: Callable[[str], None]) -> PlainEngine |
     """
     if engine in ("plain", "eager") or (engine == "auto" and task.device.type != "cuda"):
         return PlainEngine(task)
-    return _Guarded(task, say, strict=engine == "graph")
+    return _GraphOrPlain(task, say, strict=engine == "graph")

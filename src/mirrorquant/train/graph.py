@@ -110,7 +110,7 @@ class GraphEngine(PlainEngine):
                 return self.validation()
             except Exception as error:  # it compiles whatever the model is made of
                 self.scores = False
-                self.say(f"validation in a graph does not work here ({first_line(error)}): it is done plainly, slower")
+                self.say(f"validation cannot run in a CUDA graph ({first_line(error)}): using the slower path")
         self.sync()
         return super().score()
 

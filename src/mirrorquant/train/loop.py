@@ -1,7 +1,7 @@
 """The training loop: one for all methods, on CPU and CUDA.
 
 One iteration is a training step, with β and the learning rate from their schedules. Every ``eval_every`` iterations the
-*rounded* network is validated on clean images, and the best one is kept. At the end the best rounded network is tested:
+*rounded* network is validated on clean images. At the end the best one is tested, or the last one with ``keep=last``:
 this is the number in the paper's tables.
 """
 
@@ -33,7 +33,7 @@ from mirrorquant.calibration import recalibrate
 from mirrorquant.health import health, unwarned
 from mirrorquant.train import build, checkpoint, distributed, evaluate, process
 from mirrorquant.train.config import Config
-from mirrorquant.train.engine import PlainEngine, _Guarded, choose
+from mirrorquant.train.engine import PlainEngine, _GraphOrPlain, choose
 from mirrorquant.train.metrics import Metrics, NoMetrics
 from mirrorquant.train.progress import Progress
 from mirrorquant.train.run_folder import BEST, CHECKPOINT, RunError, RunFolder
@@ -94,7 +94,7 @@ class Run:
         say = self.say if self.world.chief else process.say_apart
         self.supply = process.Supply(self.task.loader, say, cached=bool(config.cache))
         self.step, self.logged, self.best_step, self.best_accuracy = 0, 0, -1, -1.0
-        self.meeting, self.pace = 0, process.Pace()
+        self.next_sync, self.pace = 0, process.Pace()
         self.best: dict[str, Tensor] = {}
 
     def _begun(self, config: Config) -> Config:
@@ -143,9 +143,9 @@ class Run:
         number, device = max(signals, default=0), self.task.device
         if self.world.size == 1:
             return number
-        if self.step < self.meeting:
+        if self.step < self.next_sync:
             return 0
-        self.meeting = self.step + self.world.least(self.pace.steps(self.step), device)
+        self.next_sync = self.step + self.world.least(self.pace.steps(self.step), device)
         return self.world.largest(number, device)
 
     def advance(self) -> None:
@@ -185,7 +185,7 @@ class Run:
         return late
 
     @functools.cached_property
-    def engine(self) -> PlainEngine | _Guarded:
+    def engine(self) -> PlainEngine | _GraphOrPlain:
         """Makes the steps; chosen when first needed, since it starts from the model as it is then."""
         with self.clock.apart("startup"):
             return choose(self.task, self.config.engine, self.say)
@@ -300,7 +300,7 @@ class Run:
                 self.engine.losses.fill_(losses)
                 own = data.generator(self.config.seed, self.world.rank, self.step)
                 torch.manual_seed(own.initial_seed())  # or all processes would drop the same activations
-        self.saved, self.meeting, self.pace = time.monotonic(), self.step, process.Pace(self.step)
+        self.saved, self.next_sync, self.pace = time.monotonic(), self.step, process.Pace(self.step)
         self.progress.begin(self.step)
 
     def _load(self, state: dict[str, Any]) -> tuple[float, str]:

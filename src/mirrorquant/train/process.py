@@ -17,8 +17,8 @@ from mirrorquant.train.config import Config
 
 __all__ = ["Clock", "Pace", "Supply", "say_apart", "settings", "signals"]
 
-MEETING = 5.0  # seconds between two steps at which processes agree on whether to stop
-STARVED, ROW = 0.15, 3  # a message comes when training waits for this share of the time, in so many records in a row
+SYNC_SECONDS = 5.0  # seconds between two steps at which processes agree on whether to stop
+STARVED, RECORDS_IN_A_ROW = 0.15, 3  # a message comes after this many records of waiting more than that share
 
 
 @contextmanager
@@ -88,7 +88,7 @@ class Pace:
         now = time.monotonic()
         rate = (step - self.step) / max(now - self.time, 1e-3)
         self.step, self.time = step, now
-        return max(1, min(1000, int(MEETING * rate)))
+        return max(1, min(1000, int(SYNC_SECONDS * rate)))
 
 
 def say_apart(message: str) -> None:
@@ -120,9 +120,9 @@ class Supply:
             return {}
         self.name_problems()
         share = (self.loader.waited - self.waited) / max(seconds - self.seconds, 1e-9)
-        if self.row < ROW:
+        if self.row < RECORDS_IN_A_ROW:
             self.row = self.row + 1 if share > STARVED and self.seconds else 0
-            if self.row == ROW:
+            if self.row == RECORDS_IN_A_ROW:
                 remedy = "" if self.cached else ", or set cache=FOLDER, so that images are decoded only once"
                 self.say(f"training waits for images {share:.0%} of the time: raise workers{remedy}")
         self.waited, self.seconds = self.loader.waited, seconds
