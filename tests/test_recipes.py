@@ -386,8 +386,8 @@ def test_iterations_are_those_of_the_epochs(name: str) -> None:
     config = Config.from_recipe(name)
     per_epoch = IMAGES[config.data] // config.batch_size
     assert config.iterations == config.epochs * per_epoch
-    assert config.timed(per_epoch) == replace(config, eval_every=per_epoch)
-    assert config.warmup % per_epoch == 0
+    assert config.timed(per_epoch) == replace(config, eval_every=config.eval_every or per_epoch)
+    assert config.warmup % per_epoch == config.eval_every % per_epoch == 0
     assert Config.from_recipe(name, ["epochs=10"]).timed(per_epoch).warmup == round(config.warmup * 10 / config.epochs)
 
 
