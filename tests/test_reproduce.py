@@ -62,6 +62,8 @@ def test_what_is_there_is_skipped_and_the_rest_trained(monkeypatch, tmp_path, ca
     ]
     assert main(["reproduce", "binary", "bc", *SHORT, "lr=0.02"]) == 1  # its folder holds another run
     assert "another configuration" in capsys.readouterr().out
+    assert main(["reproduce", "binary", "/bc,gd-tanh", *SHORT]) == 0
+    assert found == [("bc", 0), ("bc", 1), ("gd-tanh", 0)]
 
 
 def test_a_result_without_its_run_counts(monkeypatch, tmp_path):

@@ -29,7 +29,7 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument(
         "table", choices=sorted(recipes.TABLES), help="a table of the paper, or one of our own: imagenette, beyond"
     )
-    runs.add_words(sub, "PART", "only recipes with this in their names, as in cifar10/resnet18 or md-tanh-s")
+    runs.add_words(sub, "PART", "only recipes with this in their names, or any of a list: cifar10/resnet18,/bc")
     sub.add_argument("--seeds", type=int, default=1, help="runs per cell, with seeds 0, 1, ...")
     text = "runs at a time, each in its own process; on one GPU, start nvidia-cuda-mps-control -d before"
     sub.add_argument("--jobs", type=int, default=1, choices=range(1, 65), metavar="N", help=text)
@@ -40,7 +40,8 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 def reproduce(options: argparse.Namespace) -> None:
     """Train the cells of a table that have no result yet; started again, it continues where it stopped."""
     runs.try_writing(options.results)
-    cells = [(n, s) for n in recipes.cells(options.table) if options.word in n for s in range(options.seeds)]
+    chosen = [n for n in recipes.cells(options.table) if any(part in n for part in options.word.split(","))]
+    cells = [(name, seed) for name in chosen for seed in range(options.seeds)]
     if not cells:
         raise ConfigError(f"no recipe of the table {options.table} has {options.word!r} in its name")
     configs = {cell: Config.from_recipe(cell[0], [*options.overrides, f"seed={cell[1]}"]) for cell in cells}
