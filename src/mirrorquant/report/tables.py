@@ -45,15 +45,15 @@ def compare_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
     >>> row = {"method": "bc", "levels": "binary", "seed": 0, "bits": 1.0, "soft": 97.5, "val": 97.8, "test": 97.5}
     >>> print(compare_table([row | {"seconds": 75}]))
-    method  levels  bits per weight  soft %  rounded val %  rounded test %        time
-    ------  ------  ---------------  ------  -------------  --------------  ----------
-    bc      -1, +1             1.00   97.50          97.80           97.50  1 min 15 s
+    method  levels  bits per weight  last soft %  rounded val %  rounded test %        time
+    ------  ------  ---------------  -----------  -------------  --------------  ----------
+    bc      -1, +1             1.00        97.50          97.80           97.50  1 min 15 s
     >>> print(compare_table([row | {"seconds": 75}, row | {"seed": 1, "test": 98.1}]).splitlines()[-1])
     bc      -1, +1             1.00  0, 1   97.50 ± 0.00   97.80 ± 0.00    97.80 ± 0.42    1 min 15 s
     """
     groups = grouped(rows)
     several, top5 = any(len(group) > 1 for group in groups.values()), any("top5" in row for row in rows)
-    numbers = ["soft %", "rounded val %", "rounded test %", *["top-5 %"] * top5]
+    numbers = ["last soft %", "rounded val %", "rounded test %", *["top-5 %"] * top5]
     numbers.append("time per run" if several else "time")
     text = [["method", "levels", "bits per weight", *["seeds"] * several, *numbers]]
     for (method, _), group in groups.items():
