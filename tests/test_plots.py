@@ -394,7 +394,7 @@ def test_a_run_is_called_as_its_recipe(tmp_path):
 def test_a_run_with_another_method_than_its_recipes_is_called_by_that(tmp_path):
     changed = {"recipe": "digits/digitsnet/binary/md-tanh-s", "overrides": {"method": "bc", "seed": 1}}
     assert labels_of(make_run(tmp_path / "run", "bc", **changed)) == ["BC"]
-    kept = Path(__file__).parents[1] / "results/digits-digitsnet-binary-md-tanh-s-seed0-method-md-tanh.json"
+    kept = Path(__file__).parents[1] / "results/digits-digitsnet-binary-md-tanh-s-seed0-method-md-tanh-bounded-scale-.json"
     assert labels_of(kept) == ["MD-tanh, bounded"]
 
 
