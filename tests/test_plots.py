@@ -394,7 +394,8 @@ def test_a_run_is_called_as_its_recipe(tmp_path):
 def test_a_run_with_another_method_than_its_recipes_is_called_by_that(tmp_path):
     changed = {"recipe": "digits/digitsnet/binary/md-tanh-s", "overrides": {"method": "bc", "seed": 1}}
     assert labels_of(make_run(tmp_path / "run", "bc", **changed)) == ["BC"]
-    kept = Path(__file__).parents[1] / "results/digits-digitsnet-binary-md-tanh-s-seed0-method-md-tanh-bounded-scale-.json"
+    results = Path(__file__).parents[1] / "results"
+    kept = results / "digits-digitsnet-binary-md-tanh-s-seed0-method-md-tanh-bounded-scale-.json"
     assert labels_of(kept) == ["MD-tanh, bounded"]
 
 
@@ -514,8 +515,8 @@ def test_a_step_recorded_again_after_a_resume_counts_once_and_unknown_kinds_do_n
         ("config.json", '{"method": "bc", "levels": {"a": 1}}', "config.json: levels is"),
         ("config.json", '{"method": "bc", "recipe": "bc", "overrides": 1}', "config.json: overrides is 1"),
         ("summary.json", "\x00", "summary.json: not readable as JSON"),
-        ("metrics.jsonl", None, "let the run go on"),
-        ("metrics.jsonl", "", "let the run go on"),
+        ("metrics.jsonl", None, "let the run train"),
+        ("metrics.jsonl", "", "let the run train"),
     ],
 )
 def test_what_is_missing_or_broken_is_named(tmp_path, file, content, message):
