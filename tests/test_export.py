@@ -266,7 +266,7 @@ def reader_inputs(batch, seed=0):
 
 
 def file_model(to, path):
-    return OnnxModel(path) if to == "onnx" else OpenVinoModel(path)
+    return OnnxModel(path) if to == "onnx" else OpenVinoModel(str(path))
 
 
 @pytest.mark.parametrize("to", ["onnx", "openvino"])

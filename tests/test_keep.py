@@ -170,3 +170,24 @@ def test_an_average_leaves_a_fresh_optimizer_as_it_was_and_can_be_finalized():
         inside = copy.deepcopy(model.state_dict())
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, inside[name]), name
+
+
+def test_a_saved_state_can_be_restored_again_and_again():
+    model = nn.Linear(8, 4)
+    opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model), lr=0.1))
+
+    def train(steps):
+        for _ in range(steps):
+            model(torch.ones(2, 8)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        return model.weight.detach().clone()
+
+    train(3)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(opt.state_dict())
+    found = []
+    for _ in range(2):
+        model.load_state_dict(weights)
+        opt.load_state_dict(state)
+        found.append(train(3))
+    assert torch.equal(*found)

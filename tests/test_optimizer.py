@@ -457,6 +457,21 @@ SHARDED = """
         single = mq.MirrorDescent(base(mq.split(alone)), method, anneal=mq.schedules.geometric(1.1))
         train(alone, single, range(7))
         torch.testing.assert_close(whole(model), torch.cat([p.detach().flatten() for p in alone.parameters()]))
+        x, outputs = torch.ones(3, 8), []
+        for network, each in ((model, opt), (alone, single)):  # FSDP2 keeps what it has gathered for a forward pass
+            with torch.no_grad():
+                outputs.append([network(x)])
+                with each.quantized():
+                    outputs[-1].append(network(x))
+                outputs[-1].append(network(x))
+        torch.testing.assert_close(*outputs)
+        average = mq.Average(opt) if method != "pq" else None
+        train(model, opt, [7])
+        if average is not None:
+            with average.applied():
+                pass
+        assert mq.summary(opt).quantized == mq.summary(single).quantized == 8 * 16 + 16 * 4
+        assert str(mq.summary(model)).startswith("tensor")
     opt.finalize()
     mq.save(model, f"{folder}/{rank}.safetensors")
     loaded = mq.load(f"{folder}/{rank}.safetensors", nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))

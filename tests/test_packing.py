@@ -1645,3 +1645,35 @@ def test_a_change_of_shared_memory_is_exported(tmp_path):
     session = runtime.InferenceSession(tmp_path / "net.onnx")
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     agree(torch.from_numpy(y), model, x)
+
+
+class Doubled(nn.Module):
+    """A network that asks what its layers are."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(64, 128, 3), nn.Flatten(), nn.Linear(512, 512), nn.ReLU()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = 2 * layer(x) if isinstance(layer, (nn.Conv2d, nn.Linear)) else layer(x)
+        return x
+
+
+def test_packed_layers_are_layers_for_code_that_asks():
+    model, x = on_levels(Doubled()).eval(), torch.randn(3, 64, 4, 4)
+    packed = mq.pack(model)
+    assert sum(isinstance(m, (PackedConv2d, PackedLinear)) for m in packed.modules()) == 2
+    torch.testing.assert_close(packed(x), model(x), rtol=1e-4, atol=1e-3)
+
+
+def test_a_copied_optimizer_is_not_finalized_either():
+    model = nn.Linear(64, 64)
+    opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model)))
+    model(torch.randn(4, 64)).square().mean().backward()
+    opt.step()
+    again, copied = copy.deepcopy((model, opt))
+    with pytest.raises(PackError, match="not finalized"):
+        mq.pack(again)
+    copied.finalize()
+    mq.pack(again)

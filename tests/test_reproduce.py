@@ -1,6 +1,7 @@
 """One command trains a whole table of the paper."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -64,6 +65,19 @@ def test_what_is_there_is_skipped_and_the_rest_trained(monkeypatch, tmp_path, ca
     assert "another configuration" in capsys.readouterr().out
     assert main(["reproduce", "binary", "/bc,gd-tanh", *SHORT]) == 0
     assert found == [("bc", 0), ("bc", 1), ("gd-tanh", 0)]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["binary", "bc", "seed=1"], "set how many with --seeds, instead of seed="),
+        (["binary", "bc", "method=pq"], "name some of its recipes, instead of method="),
+        (["imagenette", "pretrained", "--out", "other"], "init of imagenette/.* is runs/.*leave out --out"),
+    ],
+)
+def test_what_belongs_to_the_table_cannot_be_set(words, said, capsys):
+    assert main(["reproduce", *words, "--quiet"]) != 0
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_a_result_without_its_run_counts(monkeypatch, tmp_path):
@@ -156,7 +170,7 @@ def test_a_signal_stops_all_processes_and_the_next_start_goes_on(tmp_path):
     while not all((folder / "checkpoint.pt").exists() for folder in folders) and time.monotonic() < deadline:
         time.sleep(0.1)
     child.send_signal(signal.SIGTERM)
-    assert child.wait(60) == 130
+    assert child.wait(60) == 143
     for folder in folders:
         assert (folder / "checkpoint.pt").exists()
         run = Run.resume(folder, quiet=True)  # nobody holds its lock any more

@@ -131,7 +131,8 @@ class Average:
 
     @torch.no_grad()
     def _assign(self, tensors: list[Tensor]) -> None:
-        torch._foreach_copy_([tensor.detach() for tensor in self._moved()], tensors)
+        for tensor, new in zip(self._moved(), tensors, strict=True):  # one by one: FSDP2 has no _foreach_copy_
+            tensor.detach().copy_(new)
 
 
 def _scales(opt: MirrorDescent) -> list[Tensor]:

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from mirrorquant import _owners, methods, schedules
 from mirrorquant.health import HealthWarning, advice, health, local
@@ -433,7 +434,8 @@ class MirrorDescent(Optimizer):
     # Weights that were changed by anyone else.
 
     def _remember(self) -> None:
-        """Notes the versions of weights and latents: any later change in place will show."""
+        """Notes the versions of weights that were written, and of latents: any later change in place will show."""
+        _owners.reshard(self.state)
         self._versions = {w: (w._version, state["latent"]._version) for w, state in self.state.items()}
 
     def _touched(self, weight: Tensor) -> bool:
@@ -550,6 +552,7 @@ class MirrorDescent(Optimizer):
         base = self.base.state_dict()
         for theirs, saved in zip(base["param_groups"], groups, strict=True):
             theirs.update({k: saved[k] for k in theirs if k in saved and k not in ("params", "param_names")})
+        kept = [tree_map_only(Tensor, torch.clone, entries) for entries in kept]  # or steps would change the saved ones
         base["state"] = {i: entries for i, entries in enumerate(kept) if entries and not groups[0]["fresh"]}
         self.base.load_state_dict(base)
         for weight, state in zip(self._params(), states, strict=True):
@@ -605,6 +608,7 @@ class MirrorDescent(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_versions": {}})  # a copied weight counts its changes from the start
+        _owners.OPTIMIZERS[self] = None
 
 
 def _identity(group: Group) -> str:

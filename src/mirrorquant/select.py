@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from mirrorquant._owners import note_sharded
+
 __all__ = ["NORMS", "listed", "split", "summarized", "unwrapped"]
 
 NORMS: tuple[type[nn.Module], ...] = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -76,6 +78,7 @@ def split(
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is a {type(model).__name__}, expected a torch.nn.Module: pass the model itself")
     model = unwrapped(model)
+    note_sharded(model)
     skip, only = _listed(skip), None if only is None else _listed(only)
     names = {p: all_names for p, all_names in _names(model).items() if p.requires_grad}
     if not names:

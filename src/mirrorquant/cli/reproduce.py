@@ -40,11 +40,17 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 def reproduce(options: argparse.Namespace) -> None:
     """Train the cells of a table that have no result yet; started again, it continues where it stopped."""
     runs.try_writing(options.results)
+    runs.refuse(options, "seed", "reproduce trains with seeds 0, 1, ...: set how many with --seeds")
+    runs.refuse(options, "method", "reproduce trains the methods of a table: name some of its recipes")
     chosen = [n for n in recipes.cells(options.table) if any(part in n for part in options.word.split(","))]
     cells = [(name, seed) for name in chosen for seed in range(options.seeds)]
     if not cells:
         raise ConfigError(f"no recipe of the table {options.table} has {options.word!r} in its name")
     configs = {cell: Config.from_recipe(cell[0], [*options.overrides, f"seed={cell[1]}"]) for cell in cells}
+    for config in configs.values() if options.out != Path("runs") else ():
+        for key, value in (("init", config.init), ("teacher", config.teacher)):
+            if value.startswith("runs/"):
+                raise ConfigError(f"{key} of {config.recipe} is {value}, another cell: leave out --out, or set {key}=")
     done = _results(options.results, configs)
     failed: list[str] = []
 
@@ -96,7 +102,8 @@ def _in_parallel(attempts: Sequence[Callable[[Train], None]], jobs: int) -> None
                     child.send_signal(stop[0])
                     signalled.append(child)
         if stop:
-            raise KeyboardInterrupt
+            print("stopped: start again to continue", file=sys.stderr)
+            raise SystemExit(128 + stop[0])
 
 
 def _in_own_process(

@@ -131,8 +131,8 @@ def compare(options: argparse.Namespace) -> None:
 
 def _compared(task: str, options: argparse.Namespace) -> dict[str, Config]:
     """All runs of a comparison by their folder; made before the first one trains."""
-    if any(text.startswith("seed=") for text in options.overrides):
-        raise ConfigError("compare trains with seeds 0, 1, ...: set how many with --seeds, instead of seed=")
+    refuse(options, "seed", "compare trains with seeds 0, 1, ...: set how many with --seeds")
+    refuse(options, "method", "compare trains several methods: name them with --methods")
     configs, chosen = {}, filter(None, options.methods.replace(" ", "").split(","))
     for method, seed in itertools.product(chosen, range(options.seeds)):
         name, overrides = _recipe(task, options.levels, method)
@@ -141,6 +141,12 @@ def _compared(task: str, options: argparse.Namespace) -> dict[str, Config]:
     if not configs:
         raise ConfigError("there is nothing to compare: name at least one method, as in --methods bc --seeds 1")
     return configs
+
+
+def refuse(options: argparse.Namespace, key: str, remedy: str) -> None:
+    """Raises :class:`ConfigError` for an override that a command with several runs sets itself."""
+    if any(text.startswith(f"{key}=") for text in options.overrides):
+        raise ConfigError(f"{remedy}, instead of {key}=")
 
 
 def _recipe(task: str, levels: str, method: str) -> tuple[str, list[str]]:

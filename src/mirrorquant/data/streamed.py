@@ -320,7 +320,7 @@ def _stored(photos: Photos, stem: Path, say: Callable[[str], None]) -> Photos:
     file = stem.with_name(f"{stem.name}-{side}-{key.hex()[:16]}.pixels")
     store = Store.opened(file, key, len(photos))
     if store is None:
-        for older in sorted(file.parent.glob(f"{glob.escape(stem.name)}-*.pixels")):
+        for older in sorted({*file.parent.glob(f"{glob.escape(stem.name)}-*.pixels")} - {file}):
             say(f"{older} is older or of another size: delete it if nothing else uses it.")
         chunks = _StoreChunks(replace(photos, store=None), side)
         workers = min(worker_count(-1, alone=True), len(chunks))

@@ -194,7 +194,7 @@ class _Inputs:
         if wrong or not found.tensors or not found.tensors[0].dim():
             problem = f"inputs contain {wrong[0]!r:.40}" if wrong else "the first tensor of inputs has no batch"
             raise PackError(f"{problem}, but they must be batches of tensors: set anything else in the model itself")
-        found = found.changed(lambda x, batched: x.detach().cpu())
+        found = found.changed(lambda x, _: x.detach().cpu().float() if x.is_floating_point() else x.detach().cpu())
         return found.changed(_twice) if len(found.tensors[0]) == 1 else found  # torch takes a size of 1 for a constant
 
     @property

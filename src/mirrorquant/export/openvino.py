@@ -159,7 +159,8 @@ class OpenVinoModel(nn.Module):
     def __init__(self, source: Any) -> None:
         super().__init__()
         self.core, self.model = ov.Core(), source
-        if isinstance(source, Path):
+        if isinstance(source, (str, Path)):
+            source = Path(source)
             try:
                 for file in filter(Path.exists, (source, source.with_suffix(".bin"))):
                     _files.open_regular(file).close()  # opening a FIFO would block

@@ -28,7 +28,7 @@ from mirrorquant._text import first_line
 from mirrorquant._version import __version__
 from mirrorquant.levels import Levels
 from mirrorquant.packing.bits import PackedTensor, PackError
-from mirrorquant.packing.model import Entry, PackedModel, assemble, entries_of, skeleton, state
+from mirrorquant.packing.model import Entry, PackedModel, assemble, entries_of, skeleton, state, whole
 from mirrorquant.select import unwrapped
 
 __all__ = ["Contents", "load", "read", "save"]
@@ -151,7 +151,9 @@ def stored(model: nn.Module, *, finalized: bool = True) -> tuple[nn.Module, dict
     if finalized and not isinstance(model, PackedModel):
         return model, entries_of(model, None)
     plain = model.plain if isinstance(model, PackedModel) else model
-    entries: dict[str, Entry] = model.entries() if isinstance(model, PackedModel) else dict(state(model))
+    entries: dict[str, Entry] = (
+        model.entries() if isinstance(model, PackedModel) else {name: whole(tensor) for name, tensor in state(model)}
+    )
     for name, _ in plain.named_parameters():
         entry = entries[name]
         entries[name] = entry if isinstance(entry, PackedTensor) else PackedTensor.of(entry) or entry.detach()

@@ -94,7 +94,7 @@ class _PackedLayer(nn.Module):
         bias: Tensor | None = None,
         **geometry: Any,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of the layer, whose class this only passes for
         if weight is None:
             weight, bias = PackedTensor.of(layer.weight), layer.bias
         if weight is None:
@@ -141,8 +141,8 @@ class _PackedLayer(nn.Module):
         return f"{options}activation={self.geometry.activation}"
 
 
-class PackedConv2d(_PackedLayer):
-    """A ``Conv2d`` on bits."""
+class PackedConv2d(_PackedLayer, nn.Conv2d):  # type: ignore[override]
+    """A ``Conv2d`` on bits; it is one for code that asks ``isinstance``, too."""
 
     _options = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 
@@ -165,8 +165,8 @@ class PackedConv2d(_PackedLayer):
         return self._on_bits(x.contiguous(memory_format=torch.channels_last) if self.channels_last else x)
 
 
-class PackedLinear(_PackedLayer):
-    """A ``Linear`` on bits.
+class PackedLinear(_PackedLayer, nn.Linear):  # type: ignore[misc, override]
+    """A ``Linear`` on bits; it is one for code that asks ``isinstance``, too.
 
     A small one computes few rows with floats, which are unpacked once. With ``int8`` each row of the input is quantized
     to 8 bits, which is faster and no longer exact.

@@ -285,7 +285,7 @@ def entries_of(model: nn.Module, levels: Levels | None, skip: Pattern | Sequence
     layers = [names[id(m.weight)] for m in model.modules() if type(m) in _LAYERS and id(m.weight) in names]
     entries: dict[str, Entry] = {}
     for name, part in state(model):
-        tensor = _whole(part)
+        tensor = whole(part)
         entries[name] = tensor.detach()
         if name not in parameters:
             continue
@@ -300,7 +300,7 @@ def entries_of(model: nn.Module, levels: Levels | None, skip: Pattern | Sequence
     if not weights:
         raise PackError(f"{type(model).__name__} has no weight to pack")
     if not any(isinstance(entries[name], PackedTensor) for name in weights):
-        raise PackError(_off(weights[0], _whole(dict(state(model))[weights[0]]).detach(), levels))
+        raise PackError(_off(weights[0], whole(dict(state(model))[weights[0]]).detach(), levels))
     return entries
 
 
@@ -312,7 +312,7 @@ def _refuse_unfinished(name: str, tensor: Tensor, bits: PackedTensor | None) -> 
     """
     problem = ""
     if _owners.owner(tensor) is not None:
-        count = torch.unique(_whole(tensor).detach()).numel()
+        count = torch.unique(whole(tensor).detach()).numel()
         problem = f"belongs to a MirrorDescent that is not finalized, and has {count} distinct values"
     elif bits is not None and bits.scale is None:
         gap = min(high - low for low, high in pairwise(bits.levels))
@@ -322,10 +322,10 @@ def _refuse_unfinished(name: str, tensor: Tensor, bits: PackedTensor | None) -> 
         raise PackError(f"{name} {problem}: call `opt.finalize()` first, or pass levels= to pack it as it is")
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
     """A DTensor, which FSDP2 spreads over processes, gathered in each of them; any other tensor as it is."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
+    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered
 
 
 def _skipped(model: nn.Module, skip: Pattern | Sequence[Pattern]) -> set[str]:

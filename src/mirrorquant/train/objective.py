@@ -55,7 +55,11 @@ class Objective:
         if self.teacher is None:
             return hard
         with torch.no_grad():
-            taught = F.log_softmax(self.teacher(batch.images) / self.temperature, 1)
+            answers = self.teacher(batch.images)
+            if answers.shape != logits.shape:  # which would be broadcast
+                shapes = f"{tuple(answers.shape)}, expected {tuple(logits.shape)}"
+                raise ValueError(f"the teacher's output has shape {shapes}: one number per image and class")
+            taught = F.log_softmax(answers / self.temperature, 1)
         learnt = F.log_softmax(logits / self.temperature, 1)
         soft = F.kl_div(learnt, taught, reduction="batchmean", log_target=True) * self.temperature**2
         return self.hard_share * hard + (1 - self.hard_share) * soft
