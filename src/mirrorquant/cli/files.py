@@ -137,8 +137,8 @@ def pack(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({"file": str(path), "bytes": size, "float_bytes": full}))
         return
-    beside = f", {full / size:.1f} times smaller than in float32 ({full:,})" if size < full else f"; {full:,} in float32"
-    print(f"wrote {path}: {size:,} bytes{beside}")
+    ratio = f", {full / size:.1f} times smaller than in float32 ({full:,})" if size < full else f"; {full:,} in float32"
+    print(f"wrote {path}: {size:,} bytes{ratio}")
     file, images = shlex.quote(str(path)), _data_option(about)
     builder = f" --model {shlex.quote(str(about.get('model', 'MODULE:FUNCTION')))}" * (contents.architecture is None)
     look = (f"summary {file}", "its bits and bytes, layer by layer")
