@@ -363,7 +363,7 @@ def test_durations_read_well(seconds, text):
 def test_the_readme_holds_the_tables_of_the_results():
     readme, results = (ROOT / "README.md").read_text(), ROOT / "results"
     remedy = "run python tools/paper_tables.py --write --readme README.md"
-    assert paper_tables.with_results(readme, paper_tables.short_table(results)) == readme, remedy
+    assert paper_tables.with_results(readme, paper_tables.short_tables(results)) == readme, remedy
     assert (results / "README.md").read_text() == paper_tables.results_table(results), remedy
 
 
@@ -385,6 +385,18 @@ def test_tables_are_written_where_they_belong(put, tmp_path, capsys):
         capsys.readouterr()
         assert paper_tables.main(arguments) == 1
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_readme_begins_with_our_own_recipes_once_they_have_runs(put, tmp_path):
+    """Beside the paper's float network and its best fully binary one, with the true size of the packed file."""
+    put(summary(MD, 93.0, paper=93.18), summary("cifar10/resnet18/ref", 94.6, paper=94.84))
+    assert "packed file" not in paper_tables.short_tables(tmp_path)
+    layers = [{"name": "conv1.weight", "shape": [64, 3, 3, 3]}, {"name": "fc.bias", "shape": [10]}]
+    best = [summary("cifar10/resnet18/binary/best", 95.2 + seed / 10, seed) | {"layers": layers} for seed in (0, 1)]
+    put(summary(MD, 93.0, paper=93.18), *best, summary("cifar10/resnet18/ref-best", 96.0))
+    text = paper_tables.short_tables(tmp_path)
+    expected = ["CIFAR-10, ResNet-18", "-1, +1", "94.84", "93.28", "96.00", "95.25 ± 0.07 (n = 2)", "1.00", "1.44 MB"]
+    assert cells(text, "CIFAR-10, ResNet-18") == [expected]
 
 
 def test_kept_runs_are_printed_by_task_with_their_changes():

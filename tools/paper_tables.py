@@ -11,16 +11,21 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import mirrorquant as mq
 from mirrorquant._text import aligned
 from mirrorquant.data import label as data_label
 from mirrorquant.models import label as model_label
 from mirrorquant.report import RecordError, RunRecord, labels, read_results
 from mirrorquant.report.tables import spread
-from mirrorquant.train import Config
+from mirrorquant.train import Config, build, recipes
+from mirrorquant.train.config import parse_levels
 
 BELOW = 0.6
 MARK = "†"
@@ -80,6 +85,22 @@ minutes are means over the seeds, with start-up, validation and checkpoints in t
 and the rate of training alone."""
 TINYIMAGENET = "The test set is the official validation set, which also selects the iteration, as in the paper."
 RUNNING = ("seeds", "iterations/s", "minutes")
+BEST = """\
+Test accuracy in percent with our own recipes, which quantize every weight and bias; beside it the paper's float network
+and its best one that is quantized as fully:"""
+BEST_HEADER = (
+    "run",
+    "levels",
+    "float, paper",
+    "quantized, paper",
+    "float, ours",
+    "quantized, ours",
+    "bits per weight",
+    "packed file",
+)
+REPRODUCED = """\
+Test accuracy in percent with the paper's recipes, of the float network, REF, and of fully binary networks trained with
+MD-tanh-S:"""
 CHOICES = ("pretrained", "conv1 and FC", "bias", "BN", "layerwise scaling")
 FIGURES = ("paper, top-1", "paper, top-5", "ours, top-1", "ours, top-5", "recipe")
 BEGIN, END = "<!-- made by tools/paper_tables.py -->", "<!-- end of what tools/paper_tables.py made -->"
@@ -112,18 +133,55 @@ def results_table(folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def short_table(folder: Path) -> str:
-    """MD-tanh-S and the float network beside the paper's figures, a line per network: for ``README.md``."""
-    found = {
-        place(cell[0]): cell for cell in grouped(run for run in read_results(folder) if named(run) and not run.changes)
-    }
+def short_tables(folder: Path) -> str:
+    """For ``README.md``: our own recipes if they have runs, then MD-tanh-S with the paper's, beside its figures."""
+    cells = grouped(run for run in read_results(folder) if named(run) and not run.changes)
+    found = {place(cell[0]): cell for cell in cells}
+    networks = [(data, model) for data in PAPER_DATA for model in ("vgg16", "resnet18", "mobilenetv2")]
+    best = [row for network in networks for row in best_rows(network, found)]
     rows = []
-    for data, model in ((data, model) for data in PAPER_DATA for model in ("vgg16", "resnet18", "mobilenetv2")):
+    for data, model in networks:
         pair = [found.get((data, model, "", "ref")), found.get((data, model, "binary", "md-tanh-s"))]
         if all(pair):
             figures = [text for cell in pair if cell for text in (f"{cell[0].number('paper'):.2f}", mean(cell))]
-            rows.append([f"{data_label(data)}, {model_label(model)}", *figures])
-    return markdown(["run", "float, paper", "float, ours", "binary, paper", "binary, ours"], rows)
+            rows.append([network_label(data, model), *figures])
+    reproduced = markdown(["run", "float, paper", "float, ours", "binary, paper", "binary, ours"], rows)
+    first = [BEST, markdown(BEST_HEADER, best)] if best else []
+    return "\n\n".join([*first, REPRODUCED, reproduced])
+
+
+def best_rows(network: tuple[str, str], found: dict[tuple[str, str, str, str], Cell]) -> list[list[str]]:
+    """A network's recipes ``best`` that have runs, beside the paper's best network whose every weight is rounded."""
+    rows = []
+    for levels in ("binary", "ternary"):
+        cell, floating = found.get((*network, levels, "best")), found.get((*network, "", "ref-best"))
+        if not cell:
+            continue
+        column = "/".join((*network, levels, ""))
+        theirs = [Config.from_recipe(name) for name in recipes.names() if name.startswith(column)]
+        figures = [Config.from_recipe("/".join((*network, "ref"))).paper, max(c.paper for c in theirs if not c.skip)]
+        ours = [mean(floating) if floating else "-", mean(cell)]
+        size = [f"{cell[0].summary['parameters']['bits']:.2f}", f"{packed_bytes(cell[0]) / 1e6:.2f} MB"]
+        names = [network_label(*network), labels.levels(levels, cell[0].scale)]
+        rows.append([*names, *(f"{figure:.2f}" for figure in figures), *ours, *size])
+    return rows
+
+
+def packed_bytes(run: RunRecord) -> int:
+    """The size of the packed network of a run: that of a network like it, with random weights on the same levels."""
+    layers, levels = run.summary["layers"], parse_levels(str(run.levels))
+    shape = {"classes": layers[-1]["shape"][0], "channels": layers[0]["shape"][1]}
+    network = build.model(Config.from_recipe(title(run)), **shape).eval()
+    for parameter in network.parameters():
+        parameter.data.copy_(levels.nearest(torch.randn_like(parameter)))
+    with tempfile.TemporaryDirectory() as folder:
+        mq.save(network, file := Path(folder) / "packed.safetensors")
+        return file.stat().st_size
+
+
+def network_label(data: str, model: str) -> str:
+    """Data set and network, as people write them."""
+    return f"{data_label(data)}, {model_label(model)}"
 
 
 def with_results(readme: str, table: str) -> str:
@@ -198,7 +256,7 @@ def paper_sections(cells: list[Cell]) -> list[str]:
             column = [cell for cell in column if place(cell[0])[2] in ("", levels)]
             # REF stands in the binary and in the ternary table: alone, it is shown in the first of them only.
             if column and (levels == "binary" or any(place(cell[0])[2] for cell in column)):
-                section += [f"### {data_label(data)}, {model_label(model)}", paper_table(column)]
+                section += [f"### {network_label(data, model)}", paper_table(column)]
                 section += [TINYIMAGENET] if data == "tinyimagenet" else []
         sections += [f"## {heading} ({label})", *section] if section else []
     return sections
@@ -279,7 +337,7 @@ def outside_sections(cells: list[Cell]) -> list[str]:
     section = ["## Not in the paper"] if columns else []
     for (data, model), column in sorted(columns.items()):
         rows = [[method(c), labels.levels(place(c[0])[2] or None, c[0].scale), mean(c), *running(c)] for c in column]
-        section += [f"### {data_label(data)}, {model_label(model)}"]
+        section += [f"### {network_label(data, model)}"]
         section += [markdown(["method", "levels", "ours", *RUNNING], rows)]
     return section
 
@@ -334,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outputs = {options.results / "README.md": text} if options.write else {}
         if options.readme:
             outputs[options.readme] = with_results(
-                options.readme.read_text(encoding="utf-8"), short_table(options.results)
+                options.readme.read_text(encoding="utf-8"), short_tables(options.results)
             )
         for file, content in outputs.items():
             file.write_text(content, encoding="utf-8")
