@@ -1,6 +1,7 @@
 """One command trains a whole table of the paper."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from mirrorquant.cli import main
 from mirrorquant.train import Run, RunError, recipes
@@ -56,6 +58,8 @@ def test_what_is_there_is_skipped_and_the_rest_trained(monkeypatch, tmp_path, ca
     assert main(["reproduce", "binary", "bc", *SHORT, "--seeds", "2"]) == 0
     assert found == [("bc", 0), ("bc", 1)]
     said = capsys.readouterr().out
+    assert "1 of 2 cells have a result in results\n" in said
+    assert re.search(r"^ended: digits/digitsnet/binary/bc, seed 1: test \d+\.\d\d %, ", said, re.M)
     assert "[2/2] digits/digitsnet/binary/bc, seed 1; 1 to go, about " in said
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
         "digits-digitsnet-binary-bc-seed0",
@@ -101,7 +105,7 @@ def test_a_cell_that_fails_does_not_end_the_table(monkeypatch, tmp_path, capsys)
     monkeypatch.setattr(recipes, "cells", lambda table: ["digits/digitsnet/binary/bc", "digits/digitsnet/binary/pq"])
     assert main(["reproduce", "binary", *SHORT]) == 1
     said = capsys.readouterr()
-    assert "failed: the loss is not finite" in said.out
+    assert "failed: digits/digitsnet/binary/bc, seed 0: the loss is not finite" in said.out
     assert "1 of 2 cells failed: digits/digitsnet/binary/bc, seed 0: the loss is not finite" in said.err
     assert [json.loads(path.read_text())["recipe"] for path in (tmp_path / "results").iterdir()] == [
         "digits/digitsnet/binary/pq"
@@ -159,20 +163,82 @@ def test_a_cell_that_fails_in_its_process_is_reported(monkeypatch, tmp_path, cap
     assert "2 of 2 cells failed: digits/digitsnet/binary/" in capsys.readouterr().err
 
 
-def test_a_signal_stops_all_processes_and_the_next_start_goes_on(tmp_path):
-    long = [*SHORT[1:-1], "iterations=100000", "--quiet", "--jobs", "2"]
+def begun(tmp_path):
+    """A table in a session of its own, whose first two cells train and have a checkpoint, and their folders."""
+    long = [*SHORT[1:-1], "iterations=100000", "checkpoint_every=20", "--quiet", "--jobs", "2"]
     code = "import sys; from mirrorquant.cli import main; from mirrorquant.train import recipes; "
     code += "recipes.cells = lambda table: ['digits/digitsnet/binary/bc', 'digits/digitsnet/binary/pq', "
     code += "'digits/digitsnet/binary/pmf']; sys.exit(main())"
-    child = subprocess.Popen([sys.executable, "-c", code, "reproduce", "binary", *long], cwd=tmp_path)
+    command = [sys.executable, "-c", code, "reproduce", "binary", *long]
+    table = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
     folders = [tmp_path / "runs" / f"digits-digitsnet-binary-{name}-seed0" for name in ("bc", "pq")]
     deadline = time.monotonic() + 120
     while not all((folder / "checkpoint.pt").exists() for folder in folders) and time.monotonic() < deadline:
         time.sleep(0.1)
-    child.send_signal(signal.SIGTERM)
-    assert child.wait(60) == 143
+    return table, folders
+
+
+def released(folder):
+    """The run of a folder once its lock is free."""
+    for _ in range(300):
+        try:
+            return Run.resume(folder, quiet=True)
+        except RunError as error:
+            assert "is in use" in str(error)  # noqa: PT017
+            time.sleep(0.1)
+    raise AssertionError(f"{folder} is still locked")
+
+
+def stopped_at(folder):
+    """The iteration of the newest checkpoint of a run whose process has ended."""
+    run = released(folder)
+    run.folder.release()
+    return torch.load(folder / "checkpoint.pt", weights_only=True)["step"]
+
+
+@pytest.mark.parametrize("to_all", [False, True], ids=["signal", "ctrl-c"])
+def test_a_signal_stops_all_processes_and_the_next_start_goes_on(tmp_path, to_all):
+    table, folders = begun(tmp_path)
+    if to_all:  # as a terminal does
+        os.killpg(table.pid, signal.SIGINT)
+    else:
+        table.send_signal(signal.SIGTERM)
+    said = table.communicate(timeout=60)[1]
+    assert table.returncode == 130 if to_all else 143
+    assert "stopped: start again to continue" in said
+    assert "Traceback" not in said
+    assert [(folder / "checkpoint.pt").exists() for folder in folders] == [True, True]
     for folder in folders:
-        assert (folder / "checkpoint.pt").exists()
-        run = Run.resume(folder, quiet=True)  # nobody holds its lock any more
-        run.folder.release()
+        Run.resume(folder, quiet=True).folder.release()  # nobody holds its lock any more
     assert not (tmp_path / "runs" / "digits-digitsnet-binary-pmf-seed0").exists()
+
+
+def test_when_a_table_is_killed_its_runs_write_checkpoints_and_stop(tmp_path):
+    table, folders = begun(tmp_path)
+    table.kill()
+    table.communicate(timeout=60)
+    for folder in folders:
+        stopped = stopped_at(folder)
+        metrics = (folder / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(metrics[-1])["step"] <= stopped < 100_000
+
+
+def test_an_override_may_be_without_effect_in_some_cells(monkeypatch, tmp_path, capsys):
+    names = ["digits/digitsnet/binary/bc", "digits/digitsnet/binary/gd-tanh"]
+    monkeypatch.setattr(recipes, "cells", lambda table: names)
+    kept = []
+    for jobs in ("1", "2"):
+        where = ["--results", f"results-{jobs}", "--out", f"runs-{jobs}", "--jobs", jobs]
+        assert main(["reproduce", "binary", *SHORT, "beta_scale=1.1", *where]) == 0
+        files = sorted((tmp_path / f"results-{jobs}").iterdir())
+        kept.append([(path.name, json.loads(path.read_text())["overrides"].get("beta_scale")) for path in files])
+        assert main(["reproduce", "binary", *SHORT, "momentum=0.5", *where]) == 1
+        assert "momentum has no effect here because optimizer is adam: leave it out" in capsys.readouterr().err
+    assert kept[0] == kept[1]
+    assert [value for _, value in kept[0]] == [None, 1.1]
+
+
+def test_warnings_of_a_process_are_shown_with_the_name_of_its_cell(monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(recipes, "cells", lambda table: ["digits/digitsnet/binary/md-tanh-s"])
+    assert main(["reproduce", "binary", *SHORT, "lr=1e-30", "beta_scale=1", "--jobs", "2"]) == 0
+    assert "digits/digitsnet/binary/md-tanh-s, seed 0: warning: rounding" in capfd.readouterr().err

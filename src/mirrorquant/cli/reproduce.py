@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -21,6 +24,7 @@ from mirrorquant.train import Config, ConfigError, Interrupted, RunError, RunFol
 Cell = tuple[str, int]
 """A recipe and a seed."""
 Train = Callable[[Config, Path, argparse.Namespace], RunRecord]
+_CHILD = "import sys; from mirrorquant.cli import main, reproduce; reproduce.stop_with_parent(); sys.exit(main())"
 
 
 def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -46,27 +50,33 @@ def reproduce(options: argparse.Namespace) -> None:
     cells = [(name, seed) for name in chosen for seed in range(options.seeds)]
     if not cells:
         raise ConfigError(f"no recipe of the table {options.table} has {options.word!r} in its name")
-    configs = {cell: Config.from_recipe(cell[0], [*options.overrides, f"seed={cell[1]}"]) for cell in cells}
+    configs = _configs(cells, options.overrides)
     for config in configs.values() if options.out != Path("runs") else ():
         for key, value in (("init", config.init), ("teacher", config.teacher)):
             if value.startswith("runs/"):
                 raise ConfigError(f"{key} of {config.recipe} is {value}, another cell: leave out --out, or set {key}=")
     done = _results(options.results, configs)
-    failed: list[str] = []
+    failed: dict[Cell, str] = {}
+    missing = [cell for cell in cells if cell not in done]
+    if done:
+        print(f"{len(done)} of {len(cells)} cells have a result in {options.results}", flush=True)
 
     def attempt(cell: Cell, train: Train) -> None:
-        left = [each for each in cells[cells.index(cell) :] if each not in done]
-        expected = _expected(done, left, options.jobs)
-        print(f"[{cells.index(cell) + 1}/{len(cells)}] {cell[0]}, seed {cell[1]}; {expected}\n", end="", flush=True)
+        name = f"{cell[0]}, seed {cell[1]}"
+        left = [each for each in missing if each not in done and each not in failed]
+        expected = _expected(dict(done), left, options.jobs)  # others add to it meanwhile
+        print(f"[{cells.index(cell) + 1}/{len(cells)}] {name}; {expected}\n", end="", flush=True)
         try:
             done[cell] = train(configs[cell], options.out / f"{cell[0].replace('/', '-')}-seed{cell[1]}", options)
         except Interrupted:
             raise
         except MirrorquantError as error:
-            failed.append(f"{cell[0]}, seed {cell[1]}: {error}")
-            print(f"failed: {error}\n", end="", flush=True)  # in one piece: others print, too
+            failed[cell] = f"{name}: {error}"
+            print(f"failed: {failed[cell]}\n", end="", flush=True)  # in one piece: others print, too
+        else:
+            test, seconds = done[cell].number("test_accuracy"), done[cell].number("seconds")
+            print(f"ended: {name}: test {test:.2f} %, {duration(seconds)}\n", end="", flush=True)
 
-    missing = [cell for cell in cells if cell not in done]
     if options.jobs == 1:
         for cell in missing:
             attempt(cell, _in_this_process)
@@ -76,7 +86,8 @@ def reproduce(options: argparse.Namespace) -> None:
             _in_parallel([functools.partial(attempt, cell) for cell in batch], options.jobs)
     print("\n" + results_tables([done[cell] for cell in cells if cell in done]))
     if failed:
-        raise RunError(f"{len(failed)} of {len(cells)} cells failed: {'; '.join(failed)}. Start again to try them")
+        problems = "; ".join(failed.values())
+        raise RunError(f"{len(failed)} of {len(cells)} cells failed: {problems}. Start again to try them")
 
 
 def _in_this_process(config: Config, folder: Path, options: argparse.Namespace) -> RunRecord:
@@ -88,19 +99,27 @@ def _in_parallel(attempts: Sequence[Callable[[Train], None]], jobs: int) -> None
     """Several at a time, each in its own process; a signal is passed on to all of them, which write checkpoints."""
     started: list[subprocess.Popen[str]] = []
     signalled: list[subprocess.Popen[str]] = []
+
+    def pass_on(number: int) -> None:
+        for future in waiting:
+            future.cancel()
+        for child in [each for each in started if each not in signalled]:
+            child.send_signal(number)
+            signalled.append(child)
+
     with process.signals() as stop, ThreadPoolExecutor(jobs) as pool:
         waiting = {pool.submit(attempt, functools.partial(_in_own_process, started)) for attempt in attempts}
-        while waiting:
-            finished, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
-            for future in finished:
-                if not future.cancelled():
-                    future.result()
-            if stop:
-                for future in waiting:
-                    future.cancel()
-                for child in [each for each in started if each not in signalled]:
-                    child.send_signal(stop[0])
-                    signalled.append(child)
+        try:
+            while waiting:
+                finished, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    if not future.cancelled():
+                        future.result()
+                if stop:
+                    pass_on(stop[0])
+        except BaseException:
+            pass_on(signal.SIGTERM)
+            raise
         if stop:
             print("stopped: start again to continue", file=sys.stderr)
             raise SystemExit(128 + stop[0])
@@ -109,18 +128,51 @@ def _in_parallel(attempts: Sequence[Callable[[Train], None]], jobs: int) -> None
 def _in_own_process(
     started: list[subprocess.Popen[str]], config: Config, folder: Path, options: argparse.Namespace
 ) -> RunRecord:
-    words = [config.recipe, *options.overrides, f"seed={config.seed}", "--out", str(folder)]
+    own = [text for text in options.overrides if text.partition("=")[0] in config.overrides]
+    words = [config.recipe, *own, f"seed={config.seed}", "--out", str(folder)]
     if RunFolder(folder).begun:
         runs.refuse_another(config, folder)
         words = ["--resume", str(folder)]
-    command = [sys.executable, "-m", "mirrorquant", "train", *words, "--results", str(options.results), "--quiet"]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    started.append(child)
-    _, said = child.communicate()
+    command = [sys.executable, "-c", _CHILD, "train", *words, "--results", str(options.results), "--quiet"]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    begin = functools.partial(subprocess.Popen[str], text=True, start_new_session=True)  # Ctrl-C is for the parent
+    with begin(command, **streams) as child:
+        started.append(child)
+        assert child.stderr is not None
+        said = child.stderr.read().strip()
+        child.wait()  # closing its input would stop it
+    warnings, _, last = said.rpartition("\n") if child.returncode else (said, "", "")
+    if warnings:
+        print(f"{config.recipe}, seed {config.seed}: {warnings}\n", end="", file=sys.stderr, flush=True)
     if child.returncode:
-        last = said.strip().rpartition("\n")[2].removeprefix("mirrorquant: ")
-        raise RunError(last or f"the process ended with exit code {child.returncode}")
+        raise RunError(last.removeprefix("mirrorquant: ") or f"the process ended with exit code {child.returncode}")
     return RunRecord.read(folder)
+
+
+def stop_with_parent() -> None:
+    """In the process of a cell: SIGTERM when the input ends, as it does when the parent is gone, even if it was killed.
+
+    The run then writes a checkpoint, as after any signal.
+    """
+
+    def watch() -> None:
+        while os.read(0, 1024):
+            pass
+        signal.raise_signal(signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _configs(cells: Sequence[Cell], overrides: Sequence[str]) -> dict[Cell, Config]:
+    """The configurations of the cells: each without the overrides that have no effect in it, but have one in others."""
+    full = {cell: Config.from_recipe(cell[0], [*overrides, f"seed={cell[1]}"]) for cell in cells}
+    runs.refuse_idle(list(full.values()))
+    configs = {}
+    for (name, seed), config in full.items():
+        idle = config.idle_overrides()
+        used = [text for text in overrides if text.partition("=")[0] not in idle]
+        configs[name, seed] = Config.from_recipe(name, [*used, f"seed={seed}"])
+    return configs
 
 
 def _results(folder: Path, configs: dict[Cell, Config]) -> dict[Cell, RunRecord]:

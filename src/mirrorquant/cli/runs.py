@@ -97,7 +97,7 @@ def train(options: argparse.Namespace) -> None:
 def _train_or_resume(options: argparse.Namespace, world: World) -> Run:
     if options.resume is None:
         config = Config.from_recipe(options.word or DEFAULT, options.overrides)
-        _refuse_idle([config])
+        refuse_idle([config])
         return Run(config, world.shared(options.out or _new_folder(config)), quiet=options.quiet)
     folder = options.out if options.resume == Path() else options.resume
     if folder is None or options.word or options.out not in (None, folder):
@@ -116,7 +116,7 @@ def compare(options: argparse.Namespace) -> None:
     task = options.word or "digits/digitsnet"
     folder = options.out or Path("runs") / ("compare-" + task.replace("/", "-"))
     configs = _compared(task, options)
-    _refuse_idle(list(configs.values()))
+    refuse_idle(list(configs.values()))
     records = [trained(begun(config, folder / name, options), options) for name, config in configs.items()]
     rows = [compare_row(record) for record in records]
     if options.json:
@@ -182,7 +182,7 @@ def trained(run: Run, options: argparse.Namespace) -> RunRecord:
     return record
 
 
-def _refuse_idle(configs: Sequence[Config]) -> None:
+def refuse_idle(configs: Sequence[Config]) -> None:
     """Rejects overrides that change nothing in any of the runs."""
     idle = [config.idle_overrides() for config in configs]
     useless = [f"{key} has no effect here because {why}" for key, why in idle[0].items() if all(key in i for i in idle)]
