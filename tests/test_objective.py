@@ -6,7 +6,7 @@ from test_train import SHORT, assert_identical, config, signalled
 from torch import nn
 
 from mirrorquant.train import Best, Config, ConfigError, Interrupted, Run
-from mirrorquant.train.objective import Batch, Objective
+from mirrorquant.train.objective import Batch, Objective, TeacherError
 
 
 @pytest.fixture
@@ -117,6 +117,39 @@ def test_a_teacher_may_be_any_module(tmp_path):
     run.folder.release()
 
 
+class Talkative(Shy):
+    """A teacher with another number of outputs."""
+
+    def forward(self, x):
+        return x.new_zeros(len(x), self.classes + 2)
+
+
+class Pair(Shy):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class Flat(Shy):
+    """A teacher for images of another shape."""
+
+    def forward(self, x):
+        return x.view(-1, 3 * 32 * 32)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "said"),
+    [
+        ("Talkative", r"gives \(32, 12\) for images of shape \(32, 1, 8, 8\), expected \(32, 10\), one number"),
+        ("Pair", r"gives tuple for images of shape .*, expected \(32, 10\)"),
+        ("Flat", r"fails on images of shape \(32, 1, 8, 8\): RuntimeError: "),
+    ],
+)
+def test_a_teacher_that_fails_is_named(tmp_path, teacher, said):
+    run = Run(config("width=4", f"teacher=test_objective:{teacher}"), tmp_path / "run", quiet=True)
+    with pytest.raises(TeacherError, match=f"^teacher test_objective:{teacher} {said}"):
+        run.train()
+
+
 def test_a_run_on_mixed_images_resumes_bit_exactly(tmp_path):
     mixed = ["augment=crop-flip", "cutout=3", "mixup=0.5", "cutmix=1.0", "alternating_flip=true"]
     settings = config("width=4", *mixed)
@@ -134,8 +167,10 @@ def test_a_teacher_of_other_classes_or_none_at_all_is_an_error(tmp_path, teacher
     other = Config.from_recipe("digits/digitsnet/ref", [*SHORT, "data=synthetic:1x8x8:7", f"teacher={teacher}"])
     with pytest.raises(ConfigError, match=r"teacher .* has 10 classes, but there are 7"):
         Run(other, tmp_path / "run", quiet=True)
-    with pytest.raises(ConfigError, match=r"nowhere/config\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"^teacher .*nowhere: .*nowhere/config\.json cannot be read"):
         Run(config(f"teacher={tmp_path / 'nowhere'}"), tmp_path / "other", quiet=True)
+    with pytest.raises(ConfigError, match=r"^teacher nowhere:Mine: .* there is no module 'nowhere'"):
+        Run(config("teacher=nowhere:Mine"), tmp_path / "third", quiet=True)
 
 
 def test_smoothing_and_scale_of_a_configuration_reach_the_loss(tmp_path):

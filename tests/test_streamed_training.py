@@ -140,7 +140,7 @@ def test_waiting_for_images_is_recorded_and_reported(photos, tmp_path):
     assert all(0 < row["waiting"] <= 1 for row in rows if row["kind"] == "train")
 
 
-def test_a_corrupt_image_is_named_and_training_goes_on(photos, tmp_path):
+def test_a_corrupt_image_is_named_and_training_goes_on(photos, tmp_path, capfd):
     copy = tmp_path / "photos"
     for path in photos.rglob("*.jpg"):
         target = copy / path.relative_to(photos)
@@ -151,6 +151,7 @@ def test_a_corrupt_image_is_named_and_training_goes_on(photos, tmp_path):
     run = Run(settings(copy), tmp_path / "run", quiet=True)
     run.train()
     assert [message for message in run.messages if str(broken) in message and message.startswith("skipped: ")]
+    assert f"skipped: {broken}" in capfd.readouterr().err  # even though it is quiet
 
 
 def test_the_cache_is_for_streamed_images(photos, tmp_path):

@@ -16,13 +16,14 @@ from mirrorquant import _files, models
 from mirrorquant.data import Data, Extra, Photos, cached
 from mirrorquant.data import load as load_data
 from mirrorquant.data import loader as load_batches
+from mirrorquant.errors import MirrorquantError
 from mirrorquant.health import unwarned
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.select import NORMS, split
 from mirrorquant.train import checkpoint
 from mirrorquant.train.config import Config, ConfigError
 from mirrorquant.train.distributed import ALONE, World, own_gpu, world
-from mirrorquant.train.objective import Objective
+from mirrorquant.train.objective import Objective, Teacher
 from mirrorquant.train.task import Task
 
 __all__ = ["data", "device", "model", "objective", "optimizer", "resolve", "start_from", "task"]
@@ -174,7 +175,7 @@ def _without_norm_decay(groups: list[dict[str, Any]], model: nn.Module) -> list[
 def objective(config: Config, classes: int, device: torch.device) -> Objective:
     """The objective, with its teacher on the device if there is one."""
     options = {each.name: config[each.name] for each in dataclasses.fields(Objective)}
-    teacher = _teacher(config.teacher, classes).requires_grad_(False).eval().to(device) if config.teacher else None
+    teacher = Teacher(config.teacher, _teacher(config.teacher, classes), classes).to(device) if config.teacher else None
     return Objective(**{**options, "teacher": teacher})
 
 
@@ -182,9 +183,12 @@ def _teacher(name: str, classes: int) -> nn.Module:
     """The best network of a run, or the module that a user's function returns."""
     from mirrorquant.train.run_folder import Best  # which builds models itself
 
-    if not Path(name).exists() and ":" in name:
-        return models.build(name, classes)
-    best = Best.load(name)
+    try:
+        if not Path(name).exists() and ":" in name:
+            return models.build(name, classes)
+        best = Best.load(name)
+    except MirrorquantError as error:
+        raise ConfigError(f"teacher {name}: {error}") from error
     if best.images["classes"] != classes:
         raise ConfigError(f"teacher {name} has {best.images['classes']} classes, but there are {classes}")
     return best.model

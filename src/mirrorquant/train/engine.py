@@ -15,6 +15,7 @@ from mirrorquant.errors import MirrorquantError
 from mirrorquant.train import compiling
 from mirrorquant.train.distributed import statistics
 from mirrorquant.train.evaluate import Score
+from mirrorquant.train.objective import TeacherError
 from mirrorquant.train.task import Task
 
 __all__ = ["EngineError", "PlainEngine", "Unsupported", "choose"]
@@ -104,7 +105,7 @@ class _GraphOrPlain:
         except Exception as error:
             if isinstance(error, Unsupported):  # raised before anything changes
                 self.engine.sync()
-            elif self.before is None or isinstance(error, (DataError, DistError)):
+            elif self.before is None or isinstance(error, (DataError, DistError, TeacherError)):
                 raise
             self._fall_back(error)
             self.losses.copy_(losses)

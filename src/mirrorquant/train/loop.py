@@ -16,7 +16,6 @@ import os
 import platform
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -91,8 +90,8 @@ class Run:
             raise
         self.clock, self.saved = process.Clock(self.task.device), time.monotonic()
         self.beta = self.config.build_beta(self.task.loader.batches_per_epoch)
-        say = self.say if self.world.chief else process.say_apart
-        self.supply = process.Supply(self.task.loader, say, cached=bool(config.cache))
+        warn = self.warn if self.world.chief else process.say_apart
+        self.supply = process.Supply(self.task.loader, warn, cached=bool(config.cache))
         self.step, self.logged, self.best_step, self.best_accuracy = 0, 0, -1, -1.0
         self.next_sync, self.pace = 0, process.Pace()
         self.best: dict[str, Tensor] = {}
@@ -188,12 +187,17 @@ class Run:
     def engine(self) -> PlainEngine | _GraphOrPlain:
         """Makes the steps; chosen when first needed, since it starts from the model as it is then."""
         with self.clock.apart("startup"):
-            return choose(self.task, self.config.engine, self.say)
+            return choose(self.task, self.config.engine, self.warn)
 
     def say(self, message: str) -> None:
         """Shows a message beside the progress, and keeps it; of several processes, the first does."""
         self.messages.append(message)
         self.progress.say(message)
+
+    def warn(self, message: str) -> None:
+        """The same for what is no progress: it is shown even if the run is quiet."""
+        self.messages.append(message)
+        self.progress.say(message, anyway=self.world.chief)
 
     def _finalize(self) -> None:
         """Rounds for good; a fresh engine trains the parameters that are left."""
@@ -284,14 +288,14 @@ class Run:
         """Continues from the newest checkpoint that fits, if there is one; the first process reads it for all."""
         self.clock, metrics = process.Clock(self.task.device), self.folder.path / "metrics.jsonl"
         digest = ""
-        if self.world.chief and (found := self.folder.restore(self._load, self.say)) is not None:
+        if self.world.chief and (found := self.folder.restore(self._load, self.warn)) is not None:
             losses, digest = found
             self.engine.losses.fill_(losses)
             self.say(f"continuing after iteration {self.step}")
             if self.step and not metrics.exists():
-                self.say(f"{metrics} is missing: the curves begin here")
+                self.warn(f"{metrics} is missing: the curves begin here")
         elif self.world.chief and metrics.exists():
-            self.say(f"there is no checkpoint in {self.folder.path}: starting over")
+            self.warn(f"there is no checkpoint in {self.folder.path}: starting over")
         self.metrics = Metrics(self.folder.path, self.step, digest) if self.world.chief else NoMetrics()
         if self.world.size > 1:
             state = self.world.shared(tree_map_only(Tensor, Tensor.cpu, self._state() if self.world.chief else {}))
@@ -333,7 +337,7 @@ class Run:
             raise ValueError("it counts more than the steps that were taken")
         before, now = state.get("at_once"), task.images_at_once
         if before not in (None, now) and distributed.statistics(task.model):
-            self.say(f"batch norm now sees {now} images at a time instead of {before}; accumulate= can change that")
+            self.warn(f"batch norm now sees {now} images at a time instead of {before}; accumulate= can change that")
         for name in _COUNTS:
             setattr(self, name, type(getattr(self, name))(state[name]))
         self.clock.earlier = float(state["seconds"])
@@ -356,8 +360,8 @@ class Run:
         rows = evaluate.layers(task.opt)
         if off := [row["name"] for row in rows if row["off_levels"]]:
             raise RunError(f"the best network has weights off their levels in {', '.join(off)}: please report this")
-        for problem in [*health(task.opt).collapses, *gaps] if self.world.chief else []:
-            print(f"warning: {problem}", file=sys.stderr, flush=True)  # even if the run is quiet: it is not progress
+        for problem in [*health(task.opt).collapses, *gaps]:
+            self.warn(f"warning: {problem}")
         if config.recalibrate:
             recalibrate(task.model, (task.loader.batch(k)[0] for k in range(config.recalibrate)))
             self.world.average(distributed.statistics(task.model))

@@ -13,9 +13,12 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["SCORES", "TOP", "Batch", "Objective"]
+from mirrorquant._text import first_line
+from mirrorquant.errors import MirrorquantError
+
+__all__ = ["SCORES", "TOP", "Batch", "Objective", "Teacher", "TeacherError"]
 
 TOP = 5
 SCORES = 3  # numbers of ``Objective.tally``
@@ -31,6 +34,33 @@ class Batch(NamedTuple):
         """The batch in parts of equal size, one after the other."""
         parts = zip(self.images.chunk(count), self.labels.chunk(count), strict=True)
         return [Batch(images, labels) for images, labels in parts]
+
+
+class TeacherError(MirrorquantError):
+    """A teacher fails, or gives something else than one number per image and class; the message names it."""
+
+
+class Teacher(nn.Module):
+    """A network in evaluation mode, with the name and the number of classes for its errors."""
+
+    def __init__(self, name: str, network: nn.Module, classes: int) -> None:
+        super().__init__()
+        self.name, self.network, self.classes = name, network, classes
+        self.requires_grad_(False).eval()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The logits for a batch of images."""
+        try:
+            answers: Tensor = self.network(images)
+        except Exception as error:
+            problem = f"teacher {self.name} fails on images of shape {tuple(images.shape)}"
+            raise TeacherError(f"{problem}: {first_line(error)}") from error
+        shape = answers.shape if isinstance(answers, Tensor) else type(answers).__name__
+        if shape != (len(images), self.classes):  # it would be broadcast
+            given = f"teacher {self.name} gives {tuple(shape) if isinstance(shape, torch.Size) else shape}"
+            expected = f"expected {(len(images), self.classes)}, one number per image and class"
+            raise TeacherError(f"{given} for images of shape {tuple(images.shape)}, {expected}")
+        return answers
 
 
 @dataclass(frozen=True)
@@ -55,11 +85,7 @@ class Objective:
         if self.teacher is None:
             return hard
         with torch.no_grad():
-            answers = self.teacher(batch.images)
-            if answers.shape != logits.shape:  # which would be broadcast
-                shapes = f"{tuple(answers.shape)}, expected {tuple(logits.shape)}"
-                raise ValueError(f"the teacher's output has shape {shapes}: one number per image and class")
-            taught = F.log_softmax(answers / self.temperature, 1)
+            taught = F.log_softmax(self.teacher(batch.images) / self.temperature, 1)
         learnt = F.log_softmax(logits / self.temperature, 1)
         soft = F.kl_div(learnt, taught, reduction="batchmean", log_target=True) * self.temperature**2
         return self.hard_share * hard + (1 - self.hard_share) * soft

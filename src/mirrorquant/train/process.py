@@ -99,8 +99,8 @@ def say_apart(message: str) -> None:
 class Supply:
     """Watches streamed images: names corrupt files, and says when training waits for workers."""
 
-    def __init__(self, loader: Loader | StreamedLoader, say: Callable[[str], None], *, cached: bool) -> None:
-        self.loader, self.say, self.cached = loader, say, cached
+    def __init__(self, loader: Loader | StreamedLoader, warn: Callable[[str], None], *, cached: bool) -> None:
+        self.loader, self.warn, self.cached = loader, warn, cached
         self.waited = self.seconds = 0.0
         self.named, self.row = set[str](), 0
 
@@ -112,7 +112,7 @@ class Supply:
             for problem in dict.fromkeys([*self.loader.problems, *evaluated]):
                 if problem not in self.named:
                     self.named.add(problem)
-                    self.say(f"skipped: {problem}")
+                    self.warn(f"skipped: {problem}")
 
     def record(self, seconds: float) -> dict[str, float]:
         """For the metrics, the share of the time since the last record in which training waited for images."""
@@ -124,6 +124,6 @@ class Supply:
             self.row = self.row + 1 if share > STARVED and self.seconds else 0
             if self.row == RECORDS_IN_A_ROW:
                 remedy = "" if self.cached else ", or set cache=FOLDER, so that images are decoded only once"
-                self.say(f"training waits for images {share:.0%} of the time: raise workers{remedy}")
+                self.warn(f"training waits for images {share:.0%} of the time: raise workers{remedy}")
         self.waited, self.seconds = self.loader.waited, seconds
         return {"waiting": round(share, 4)}

@@ -53,12 +53,12 @@ class Progress:
             self.last = now
             print(f"{self.title}  {done}/{self.total}  {rate}  {text}", file=sys.stderr, flush=True)
 
-    def say(self, message: str) -> None:
-        """Shows a message beside the bar."""
+    def say(self, message: str, *, anyway: bool = False) -> None:
+        """Shows a message beside the bar; if this is quiet, only ``anyway``."""
         message = printable(message)  # it may quote a stranger's file
         if self.bar is not None:
             self.bar.console.print(message, highlight=False, markup=False)
-        elif not self.quiet:
+        elif anyway or not self.quiet:
             print(message, file=sys.stderr, flush=True)
 
     def __exit__(self, *error: object) -> None:
