@@ -990,8 +990,8 @@ def test_a_full_disk_on_resuming_leaves_the_metrics_as_they_were(finished, tmp_p
     [
         (["lrr=0.1"], "There is no key 'lrr'. Did you mean 'lr'"),
         (["lr"], "write key=value"),
-        (["lr=fast"], "'fast' is not float"),
-        (["affine=maybe"], "'maybe' is not true or false"),
+        (["lr=fast"], "lr is 'fast', but it must be a number, as in lr=0.001"),
+        (["affine=maybe"], "affine is 'maybe', but it must be true or false"),
         (["lr=0"], "lr is 0.0, but it must be at least 1e-35"),
         (["lr=inf"], "lr is inf, but it must be at most 100"),
         (["beta_scale=0.9"], "beta_scale is 0.9, but it must be at least 1"),

@@ -21,7 +21,7 @@ import io
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from mirrorquant._registry import suggestion
 from mirrorquant._text import printable
@@ -58,6 +58,14 @@ class _UsageError(Exception):
     """A command line that makes no sense."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Explains a wrong command line in one line, too."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises :class:`_UsageError`, to which the subparsers' names belong."""
+        raise _UsageError(f"{message}. See {self.prog} --help")
+
+
 def _explained(error: BaseException) -> tuple[int, str]:
     """Exit code and message of a problem that the user can solve; any other is raised again."""
     if isinstance(error, _UsageError):
@@ -88,7 +96,7 @@ def _parse(given: list[str], parser: argparse.ArgumentParser, commands: list[str
         name, equals, value = word.partition("=")
         key = name.lstrip("-").replace("-", "_")
         if takes_keys and not name:
-            raise _UsageError("write key=value without spaces, as in lr=0.01")
+            raise _UsageError(f"{word!r} is no key=value: write it without spaces, as in lr=0.01")
         if takes_keys and name.startswith("-") and key in KEYS:
             raise _UsageError(f"there is no option {name}: write {key}={value or 'VALUE'}")
         (options.overrides if takes_keys and equals and not name.startswith("-") else others).append(word)
@@ -100,7 +108,7 @@ def _parse(given: list[str], parser: argparse.ArgumentParser, commands: list[str
 
 def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("mirrorquant", description=__doc__, formatter_class=formatter)
+    parser = _Parser("mirrorquant", description=__doc__, formatter_class=formatter)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
 

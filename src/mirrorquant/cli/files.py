@@ -16,7 +16,7 @@ from torch import nn
 
 from mirrorquant import data, models, packing
 from mirrorquant._text import first_line, printable
-from mirrorquant.cli.runs import TRUSTED, suggest
+from mirrorquant.cli.runs import TRUSTED, place, suggest
 from mirrorquant.export import FORMATS
 from mirrorquant.export import export as export_model
 from mirrorquant.health import health
@@ -36,22 +36,22 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     custom: dict[str, Any] = {"metavar": "MODULE:FUNCTION", "help": "builds the model of a packed file, if custom"}
     sub = command("eval", evaluate, "runs/NAME --split val")
     text = f"a run, or a *{PACKED}, *.onnx or *.xml file; {TRUSTED}"
-    sub.add_argument("what", type=Path, metavar="RUN-OR-FILE", help=text)
+    sub.add_argument("what", type=place, metavar="RUN-OR-FILE", help=text)
     sub.add_argument("--split", default="test", choices=["train", "val", "test"])
     text = "the data set, downloaded if missing; default: the one that the run or the file names, if present"
     sub.add_argument("--data", help=text)
-    sub.add_argument("--data-root", help="the folder of the data sets; default: that of the run, or data/")
+    sub.add_argument("--data-root", type=place, help="the folder of the data sets; default: that of the run, or data/")
     sub.add_argument("--model", **custom)
     sub = command("summary", summary, "cifar10/vgg16/ref")
-    sub.add_argument("what", type=Path, metavar="RUN-OR-RECIPE-OR-FILE")
+    sub.add_argument("what", type=place, metavar="RUN-OR-RECIPE-OR-FILE")
     sub = command("pack", pack, "runs/NAME -o net.safetensors")
-    sub.add_argument("what", type=Path, metavar="RUN", help=f"the run's folder, or its {BEST[0]}; {TRUSTED}")
-    sub.add_argument("-o", "--out", type=Path, metavar="FILE", help=f"default: RUN/packed{PACKED}")
+    sub.add_argument("what", type=place, metavar="RUN", help=f"the run's folder, or its {BEST[0]}; {TRUSTED}")
+    sub.add_argument("-o", "--out", type=place, metavar="FILE", help=f"default: RUN/packed{PACKED}")
     sub.set_defaults(model=None)
     sub = command("export", export, "runs/NAME --to onnx", json=False)
-    sub.add_argument("what", type=Path, metavar="RUN-OR-FILE", help="a run, or a packed file")
+    sub.add_argument("what", type=place, metavar="RUN-OR-FILE", help="a run, or a packed file")
     sub.add_argument("--to", required=True, choices=FORMATS)
-    sub.add_argument("-o", "--out", type=Path, metavar="FILE", help="default: beside the source")
+    sub.add_argument("-o", "--out", type=place, metavar="FILE", help="default: beside the source")
     sub.add_argument("--shape", type=_shape, help="of one input, as in 3x32x32; default: as the source says")
     sub.add_argument("--model", **custom)
 
@@ -102,7 +102,7 @@ def _from_file(options: argparse.Namespace) -> tuple[nn.Module, data.Data, dict[
         model = getattr(importlib.import_module(f"mirrorquant.export.{module}"), name)(path)
         how = f"by {model.runtime}"
     named = model.about.get("data")
-    if not options.data and (named not in data.names() or ":" in named):  # a stranger's file opens no folder
+    if options.data is None and (named not in data.names() or ":" in named):  # a stranger's file opens no folder
         raise ConfigError(f"{path} does not say which data it is for: pass --data, as in --data cifar10")
     size = sum(file.stat().st_size for file in _files_of(path))
     facts = {"file": str(path), "bytes": size}
@@ -119,7 +119,7 @@ def _sized(images: data.Data, about: Mapping[str, Any]) -> data.Data:
 def _images(named: str, root: str, options: argparse.Namespace) -> data.Data:
     """The data set that --data names, or else the run or the file, which may come from anybody: without a download."""
     root = options.data_root or root
-    if options.data:
+    if options.data is not None:
         return data.load(options.data, root)
     try:
         return data.load(named, root, download=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +26,27 @@ DEFAULT = "digits/digitsnet/binary/md-tanh-s"
 TRUSTED = "a run imports the modules that its model, teacher, method and schedules name, so only use runs you trust"
 
 
+def place(text: str) -> Path:
+    """A file or folder on the command line, which an empty text is not."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' names no file or folder: give its name, as in runs/mine")
+    return Path(text)
+
+
+def count(text: str) -> int:
+    """A number on the command line, from 1 on."""
+    if not re.fullmatch(r"0*[1-9]\d{0,5}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is no count: give a whole number from 1 to 999999")
+    return int(text)
+
+
 def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Adds them to the parser."""
     sub = command("train", train, "cifar10/resnet18/binary/md-tanh-s seed=1")
     add_words(sub, "RECIPE", f"a name from 'mirrorquant recipes'; default: {DEFAULT}")
-    sub.add_argument("--out", type=Path, help="the run's folder; default: a new one in runs/")
+    sub.add_argument("--out", type=place, help="the run's folder; default: a new one in runs/")
     text = f"continue the run in this folder, or in --out; only machine and logging keys may change; {TRUSTED}"
-    sub.add_argument("--resume", type=Path, nargs="?", const=Path(), metavar="RUN", help=text)
+    sub.add_argument("--resume", type=place, nargs="?", const=Path(), metavar="RUN", help=text)
     sub = command("compare", compare, "digits/digitsnet --seeds 3")
     add_words(sub, "TASK", "data set and model of the recipes; default: digits/digitsnet")
     sub.add_argument(
@@ -40,19 +55,19 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         help="names of recipes or methods, or MODULE:CLASS, separated by commas",
     )
     sub.add_argument("--levels", default="binary", choices=["binary", "ternary"])
-    sub.add_argument("--seeds", type=int, default=1, help="runs per method, with seeds 0, 1, ...")
-    sub.add_argument("--out", type=Path, help="folder of the runs; default: runs/compare-TASK")
+    sub.add_argument("--seeds", type=count, default=1, help="runs per method, with seeds 0, 1, ...")
+    sub.add_argument("--out", type=place, help="folder of the runs; default: runs/compare-TASK")
     sub.add_argument("--resume", action="store_true", help="continue the comparison in the folder")
     sub = command("recipes", show_recipes, "cifar10/resnet18/ref")
     sub.add_argument("name", nargs="?", default="", help="a recipe, or a part of the names to list")
     command("methods", show_methods)
     sub = command("table", show_results, "--results results", json=False)
-    sub.add_argument("--results", type=Path, default=Path("results"), help="folder of the runs' JSON files")
+    sub.add_argument("--results", type=place, default=Path("results"), help="folder of the runs' JSON files")
     sub = command("curves", curves, "runs/A runs/B --out curves.png", json=False)
-    sub.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="a run's folder, or its file in results/")
-    sub.add_argument("--out", type=Path, default=Path("curves.png"))
+    sub.add_argument("folders", type=place, nargs="+", metavar="RUN", help="a run's folder, or its file in results/")
+    sub.add_argument("--out", type=place, default=Path("curves.png"))
     sub = command("plots", projections, "--out figures", json=False)
-    sub.add_argument("--out", type=Path, default=Path("figures"))
+    sub.add_argument("--out", type=place, default=Path("figures"))
     command("kernels", show_kernels, json=False)
 
 
@@ -61,7 +76,7 @@ def add_words(sub: argparse.ArgumentParser, name: str, text: str) -> None:
     rows = [f"  {key:18}{facts.help}{_default(facts)}" for key, facts in KEYS.items() if facts.section != "origin"]
     sub.epilog = "Any key can be changed by key=value, as in lr=0.01. Keys:\n" + "\n".join(rows)
     sub.add_argument("words", nargs="*", metavar=f"{name} KEY=VALUE", help=text)
-    sub.add_argument("--results", type=Path, metavar="DIR", help="also keep the summary as JSON in this folder")
+    sub.add_argument("--results", type=place, metavar="DIR", help="also keep the summary as JSON in this folder")
     sub.add_argument("--quiet", action="store_true", help="no progress")
 
 
@@ -199,10 +214,15 @@ def _new_folder(config: Config) -> Path:
 
 def try_writing(results: Path | None) -> None:
     """Creates the folder of the results and a file in it: better an error now than after hours of training."""
-    if results is not None:
+    if results is None:
+        return
+    try:
         results.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=results):
             pass
+    except OSError as error:
+        expected = f"expected a folder to write to ({error.strerror}): name another one"
+        raise ConfigError(f"--results is {results}, {expected}") from error
 
 
 def _draw(folders: Sequence[Path], out: Path, rows: Sequence[dict[str, Any]] = ()) -> None:

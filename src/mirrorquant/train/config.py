@@ -65,6 +65,7 @@ class Key(NamedTuple):
             raise ConfigError(f"{name} is {value!r}, but it must be one of {', '.join(self.choices)}")
         if self.type in ("int", "float") and not self.least <= value <= self.most:
             limit = f"at least {self.least:g}" if value < self.least else f"at most {self.most:g}"
+            limit = f"a number from {self.least:g} to {self.most:g}" if math.isnan(value) else limit
             raise ConfigError(f"{name} is {value}, but it must be {limit}")
 
 
@@ -497,5 +498,7 @@ def _parse(text: str) -> tuple[str, Any]:
     try:
         return name, _TYPES[kind][1](value)
     except (ValueError, KeyError):
-        expected = "true or false" if kind.startswith("bool") else kind
-        raise ConfigError(f"{name}={value}: {value!r} is not {expected}") from None
+        expected = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+        example = str(KEYS[name].default).lower() if kind in expected else "auto"
+        limit = f"{expected.get(kind, 'true, false or auto')}, as in {name}={example}"
+        raise ConfigError(f"{name} is {value!r}, but it must be {limit}") from None

@@ -67,7 +67,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             file = self._held.enter_context(_files.open_regular(self.path / ".lock", "ab"))
         except OSError as error:
-            raise RunError(f"{self.path} cannot be used as a run folder ({error.strerror})") from error
+            remedy = "choose another --out"
+            raise RunError(f"{self.path} cannot be used as a run folder ({error.strerror}): {remedy}") from error
         try:
             import fcntl
 
