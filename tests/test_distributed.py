@@ -223,3 +223,15 @@ def test_parts_of_a_batch_add_up_to_it(engine):
         states[-1]["losses"] = torch.tensor(losses)
     for name, tensor in states[0].items():
         torch.testing.assert_close(states[1][name], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["plain", "graph"])
+def test_parts_of_a_batch_move_the_statistics_of_batch_norm_as_far_as_the_whole(engine):
+    kept = []
+    for count in (1, 8):
+        task = build.task(Config.from_recipe(DIGITS, [*SHORT, *PLAIN, f"engine={engine}", f"accumulate={count}"]))
+        norm = next(module for module in task.model.modules() if isinstance(module, nn.BatchNorm2d))
+        norm.running_var.fill_(1e6)  # against which those of the images are nothing
+        choose(task, engine, print).step(0)
+        kept.append(float(norm.running_var.mean()) / 1e6)
+    assert kept == pytest.approx([0.9, 0.9], rel=1e-4)

@@ -241,6 +241,8 @@ def task(
         if place.type != "cuda":
             raise ConfigError("sync_norms needs CUDA: on a CPU torch has no batch norm over several processes")
         network = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
+    if config.accumulate > 1:  # 1 - (1 - m) is not m to the last bit
+        _slow_down(network, config.accumulate)
     network.to(place)
     channels_last = config.channels_last
     if channels_last is None:
@@ -262,6 +264,13 @@ def task(
         workers=config.workers,
         world=world,
     )
+
+
+def _slow_down(network: nn.Module, parts: int) -> None:
+    """Batch norms whose running statistics move as far in so many parts of a batch as in a whole one."""
+    for module in network.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is not None:  # None: a plain average
+            module.momentum = 1 - (1 - module.momentum) ** (1 / parts)
 
 
 def _breaks_channels_last(module: nn.Module) -> bool:
