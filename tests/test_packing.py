@@ -274,11 +274,39 @@ def test_finalized_networks_can_be_packed():
     packed = mq.pack(model)
     assert packed.layers() == ["conv2", "conv3"]
     assert mq.pack(model, levels=mq.BINARY, skip=["conv1", "fc"]).layers() == ["conv2", "conv3"]
-    with pytest.raises(PackError, match=r"conv1\.weight contains .* none of the levels -1, 1: call `opt\.finalize"):
+    with pytest.raises(PackError, match=r"conv1\.weight contains .* none of the levels -1, 1, .*`opt\.finalize"):
         mq.pack(model, levels=[-1, 1])
     with pytest.raises(PackError, match=r"the pattern \['conv9'\] matches no parameter; there are conv\d"):
         mq.pack(model, skip="conv9")
     assert same_state(mq.unpack(packed).train(), model)
+
+
+@pytest.mark.parametrize("per", ["tensor", "channel"])
+@pytest.mark.parametrize("levels", [(-2, 2), (-3, 1), (-1, -1 / 3, 1 / 3, 1), (-2, 0, 1, 2), (-8, -5, 0, 7)], ids=str)
+def test_any_levels_with_a_scale_are_packed(levels, per):
+    model, x = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16)), torch.randn(8, 64)
+    opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model)), "bc", levels=mq.levels.auto(levels, per=per))
+    opt.finalize()
+    ways = [{"levels": levels}] if min(levels) == -8 and per == "channel" else [{}, {"levels": levels}]
+    for packed in [mq.pack(model, **way) for way in ways]:
+        assert held_as_bits(packed) == ["0", "2"]
+        agree(packed(x), model.eval(), x)
+        assert same_state(mq.unpack(packed), model)
+
+
+def test_levels_that_only_their_reader_knows_are_asked_for():
+    levels, scale = Levels(-1, -0.31, 0.17, 1), torch.rand(32, 1) + 0.1
+    model = nn.Sequential(on_levels(nn.Linear(64, 32, bias=False), levels))
+    model[0].weight.data.mul_(scale)
+    with pytest.raises(PackError, match=r"^0\.weight is not quantized .*a scale on: mq\.pack\(model, levels=\.\.\.\)"):
+        mq.pack(model)
+    assert same_state(mq.unpack(mq.pack(model, levels=levels)), model)
+    half = nn.Sequential(nn.Linear(64, 32, bias=False)).bfloat16()
+    half[0].weight.data = (on_levels(nn.Linear(64, 32), levels).weight * scale).bfloat16()
+    with pytest.raises(
+        PackError, match=r"0\.weight contains .*levels of torch\.bfloat16 must be .*finalize in float32"
+    ):
+        mq.pack(half, levels=levels)
 
 
 def test_skip_takes_what_split_takes():
@@ -1607,11 +1635,11 @@ def test_values_too_close_to_each_other_are_no_levels():
 
 def test_only_a_model_without_any_quantized_weight_is_an_error():
     model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 4))
-    with pytest.raises(PackError, match=r"^0\.weight is not quantized \(contains -?[\d.e-]+\): call `opt\.finalize"):
+    with pytest.raises(PackError, match=r"^0\.weight is not quantized \(contains -?[\d.e-]+\), nor .*`opt\.finalize"):
         mq.pack(model)
     model[0].weight.data.sign_()
     assert mq.pack(model).runs == {"0.weight": "float: nn.Embedding has no kernel for bits"}
-    with pytest.raises(PackError, match=r"^1\.weight is not quantized .*, or skip this layer"):
+    with pytest.raises(PackError, match=r"^1\.weight is not quantized .*, or pass the levels that its channels have"):
         mq.pack(model, skip="0")
 
 

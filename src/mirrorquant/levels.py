@@ -114,6 +114,30 @@ class Levels(tuple[float, ...]):
             on_level |= weight == level
         return bool(on_level.all())
 
+    def scales(self, weight: Tensor, own: Tensor) -> Tensor:
+        """The scales of a weight on its levels: where ``own`` does not fit, by which the largest entry is some level.
+
+        ``own`` has a size of 1 in the dimensions that share a scale; where no scale fits, it is the result.
+
+        >>> Levels(-4, -1, 1, 4).scales(torch.tensor([[0.5, -2.0], [1.0, 1.0], [1.0, 2.0]]), torch.ones(3, 1)).T
+        tensor([[0.5000, 1.0000, 1.0000]])
+        """
+        dims = [i for i in range(weight.dim()) if own.shape[i] == 1]
+        if not weight.numel() or not dims:
+            return own
+        largest, tries = weight.abs().to(own.dtype).amax(dims, keepdim=True), [own]
+        for level in sorted({abs(level) for level in self if level}, reverse=True):
+            near = torch.where(largest > 0, largest / level, own)  # which may be one rounding unit off
+            tries += [near, near.nextafter(2 * near), near.nextafter(near / 2)]
+        found, missing, levels = own, torch.ones_like(own, dtype=torch.bool), self.tensor(own).tolist()
+        for scale in tries:
+            on_level = torch.stack([weight == (level * scale).to(weight.dtype) for level in levels]).any(0)
+            fits = on_level.all(dims, keepdim=True) & missing
+            found, missing = torch.where(fits, scale, found), missing & ~fits
+            if not bool(missing.any()):
+                break
+        return found
+
     def __rmul__(self, scale: float) -> Levels:  # type: ignore[override]
         """The levels times a positive scale, as in ``0.1 * BINARY``."""
         if not scale > 0:

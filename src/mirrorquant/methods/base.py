@@ -209,27 +209,11 @@ class Method:
 
     def adopted(self, weight: Tensor, state: State) -> State | None:
         """The state of which a weight is the rounded image, with its own scale; None for one that is off its levels."""
-        scale = None if "scale" not in state else self._scale_of(weight, state["scale"].detach())
+        scale = None if "scale" not in state else self.levels.scales(weight, state["scale"].detach())
         if not self.levels.holds(weight, scale):
             return None
         latent = self.lift(self.levels.nearest(weight if scale is None else weight / scale).to(state["latent"].dtype))
         return {**state, "latent": latent} if scale is None else {**state, "latent": latent * scale, "scale": scale}
-
-    def _scale_of(self, weight: Tensor, own: Tensor) -> Tensor:
-        """The scales of rounded weights: those of the state, or by which the largest entry is some level."""
-        dims = [i for i in range(weight.dim()) if own.shape[i] == 1]
-        if not weight.numel() or not dims:
-            return own
-        largest, tries = weight.abs().to(own.dtype).amax(dims, keepdim=True), [own]
-        for level in sorted({abs(level) for level in self.levels if level}, reverse=True):
-            near = torch.where(largest > 0, largest / level, own)  # which may be one rounding unit off
-            tries += [near, near.nextafter(2 * near), near.nextafter(near / 2)]
-        found, missing = own, torch.ones_like(own, dtype=torch.bool)
-        for scale in tries:
-            on_level = torch.stack([weight == (level * scale).to(weight.dtype) for level in self.levels]).any(0)
-            fits = on_level.all(dims, keepdim=True) & missing
-            found, missing = torch.where(fits, scale, found), missing & ~fits
-        return found
 
     def identity(self) -> str:
         """The method with its options, as JSON, which a saved state must fit.

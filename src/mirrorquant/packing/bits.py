@@ -31,6 +31,7 @@ __all__ = ["PackError", "PackedTensor", "off_level"]
 
 _DETECTED = 16  # more distinct values than this are not taken for levels, unless the caller passes them
 _SAMPLE = 4096
+_WHOLE = 8  # the largest of the whole numbers that are tried as levels
 
 
 class PackError(MirrorquantError, ValueError):
@@ -62,7 +63,8 @@ class PackedTensor(nn.Module):
         """The tensor as bits, or None if it is not on the levels (or, without levels, has too many values).
 
         Exact: ``unpack`` returns the same numbers (-0 as 0). Recognized are -1/+1 and -1/0/+1 (or the levels that are
-        given), also with a scale for the tensor or for each row; without levels, any set of few values, too.
+        given), also with a scale for the tensor or for each row; without levels, too, any set of few values, and levels
+        in the ratio of whole numbers up to 8 with a scale for each row.
         """
         tensor = tensor.detach()
         table = tensor.reshape(layout(tensor.shape))
@@ -167,10 +169,24 @@ def _candidates(table: Tensor, levels: Levels | None) -> Iterator[tuple[Levels, 
     rows, row = table.shape
     if not rows or not bool(table.isfinite().all()):
         return
-    scale = table.abs().amax(1)
+    scale = table.abs().amax(1, keepdim=True)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    yield from ((each, scale) for each in known if row > 1 and max(map(abs, each)) == 1)
+    yield from ((each, (scale if levels is None else each.scales(table, scale))[:, 0]) for each in known if row > 1)
     if levels is None and torch.unique(table.flatten()[:_SAMPLE]).numel() <= _DETECTED:
         values = torch.unique(table)
         if 2 <= values.numel() <= min(_DETECTED, table.numel() // 4):
             yield Levels(*values.tolist()), None
+    if levels is None and row > 1:
+        yield from ((each, each.scales(table, scale)[:, 0]) for each in _in_whole_ratio(table / scale))
+
+
+def _in_whole_ratio(unit: Tensor) -> Iterator[Levels]:
+    """Whole numbers in whose ratio the entries may be, of which the largest in each row is 1; and their fractions."""
+    sample = unit[: -(-_SAMPLE // unit.shape[1])]
+    for most in range(2, _WHOLE + 1):
+        error = (sample * most - (sample * most).round()).abs().max()
+        if error <= 2 * most * torch.finfo(unit.dtype).eps:
+            whole = torch.unique((unit * most).round()).tolist()
+            if 2 <= len(whole) <= min(_DETECTED, unit.numel() // 4):
+                yield from (Levels(*whole), Levels(*(value / most for value in whole)))
+            return

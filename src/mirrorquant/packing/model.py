@@ -55,9 +55,10 @@ def pack(
     Args:
         model: the model, after ``MirrorDescent.finalize()``. It is not modified.
         levels: the levels of all ``Conv2d`` and linear layers; a weight with another value raises an error that names
-            it. By default the levels of each layer are found in its weights: at most 16 values, at least a thousandth
-            of the largest apart. Layers that have more values stay in float; a weight that an optimizer has not
-            finalized raises an error.
+            it; a scale on them, of the tensor or of each channel, is found. By default the levels of each layer are
+            found in its weights: at most 16 values, at least a thousandth of the largest apart; with a scale for each
+            channel, levels in the ratio of whole numbers up to 8, as -1, 0, 1 or -3, -1, 1, 3. Layers that have other
+            values stay in float; a weight that an optimizer has not finalized raises an error.
         skip: patterns of the layers that stay in float, as in :func:`mirrorquant.split`.
         fuse: whether packed layers take over the batch norm, addition and ReLU that follow them, by ``torch.compile``,
             in networks where that is faster: with 262,144 or more weights in convolutions, or binary activations. The
@@ -83,7 +84,7 @@ def pack(
         >>> mq.pack(model, levels=mq.BINARY)
         Traceback (most recent call last):
         ...
-        mirrorquant.packing.bits.PackError: 2.weight contains ..., which is none of the levels -1, 1: ...
+        mirrorquant.packing.bits.PackError: 2.weight contains ..., which is none of the levels -1, 1, ...
     """
     model = unwrapped(model)
     if isinstance(model, PackedModel):
@@ -340,11 +341,16 @@ def _skipped(model: nn.Module, skip: Pattern | Sequence[Pattern]) -> set[str]:
 
 def _off(name: str, tensor: Tensor, levels: Levels | None) -> str:
     value = off_level(tensor, levels)
-    remedy = "call `opt.finalize()`, or skip this layer"
     if levels is None:
-        others = "levels other than -1, 0, 1 times a scale per channel need pack(levels=...)"
-        return f"{name} is not quantized (contains {value:g}): {remedy}; {others}"
-    return f"{name} contains {value:g}, which is none of the levels {', '.join(f'{q:g}' for q in levels)}: {remedy}"
+        remedy = (
+            "call `opt.finalize()`, or pass the levels that its channels have a scale on: mq.pack(model, levels=...)"
+        )
+        return f"{name} is not quantized (contains {value:g}), nor is any other weight: {remedy}"
+    found = f"{name} contains {value:g}, which is none of the levels {', '.join(f'{q:g}' for q in levels)}"
+    remedy = "call `opt.finalize()`, pass other levels, or skip this layer"
+    if tensor.element_size() < 4:
+        remedy += f"; with a scale, levels of {tensor.dtype} must be 0 and powers of two: finalize in float32"
+    return f"{found}, nor are its channels on them with a scale: {remedy}"
 
 
 # From bits to a network that runs.
