@@ -651,6 +651,34 @@ def test_a_model_that_cannot_be_exported_is_rejected_with_the_reason(tmp_path):
     assert not path.exists()
 
 
+class PadsItself(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(F.pad(x, (1, 1, 1, 1), mode="circular"))
+
+
+class Determinant(nn.Linear):
+    def forward(self, x):
+        return torch.linalg.det(super().forward(x)[:, None] * torch.eye(8))
+
+
+@torch.no_grad()
+def test_what_openvino_cannot_read_is_named(tmp_path):
+    pytest.importorskip("openvino")
+    layers = [nn.Conv2d(8, 8, 3, padding=1, padding_mode=mode) for mode in ("circular", "zeros", "reflect", "circular")]
+    wanted = r"Sequential cannot be exported .*: 0, 3 pads with 'circular', which OpenVINO .*, or export to='onnx'$"
+    with pytest.raises(PackError, match=wanted):
+        mq.export(on_levels(nn.Sequential(*layers)), tmp_path / "net.xml", (8, 6, 6), to="openvino")
+    with pytest.raises(PackError, match=r": Conv2d pads with 'circular', which"):
+        mq.export(on_levels(layers[0]), tmp_path / "net.xml", (8, 6, 6), to="openvino")
+    with pytest.raises(PackError, match=r": a call of F\.pad pads with 'circular', which"):
+        mq.export(on_levels(PadsItself(8, 8, 3)), tmp_path / "net.xml", (8, 6, 6), to="openvino")
+    with pytest.raises(PackError, match=r": OpenVINO cannot read it \(No conversion .*: Det-\d+\): export to='onnx'$"):
+        mq.export(on_levels(Determinant(8, 8)), tmp_path / "net.xml", (8,), to="openvino")
+    model, x = on_levels(nn.Sequential(*layers)), torch.randn(3, 8, 6, 6)
+    mq.export(model, tmp_path / "net.onnx", (8, 6, 6))
+    assert close(OnnxModel(tmp_path / "net.onnx")(x), model, x)
+
+
 def test_a_file_that_cannot_be_written_is_named_and_what_was_there_is_intact(tmp_path, monkeypatch):
     model, path = on_levels(nn.Linear(8, 8)), tmp_path / "net.onnx"
     mq.export(model, path, (8,))

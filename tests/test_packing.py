@@ -1692,7 +1692,7 @@ def test_packed_layers_are_layers_for_code_that_asks():
     model, x = on_levels(Doubled()).eval(), torch.randn(3, 64, 4, 4)
     packed = mq.pack(model)
     assert sum(isinstance(m, (PackedConv2d, PackedLinear)) for m in packed.modules()) == 2
-    torch.testing.assert_close(packed(x), model(x), rtol=1e-4, atol=1e-3)
+    agree(packed(x), model, x)
 
 
 def test_a_copied_optimizer_is_not_finalized_either():

@@ -106,7 +106,7 @@ def export(
         program, outputs = _traced(network, given)
         packed = _packed(network, entries, {*given.names, *outputs}) if bits else {}
         content = onnx.convert(program, packed, text, given.names, outputs)
-        exported = onnx.OnnxModel(content) if to == "onnx" else openvino.convert(content, packed, text)
+        exported = onnx.OnnxModel(content) if to == "onnx" else openvino.convert(content, packed, text, network)
         _verify(network, given.changed(_with_one_more), exported)
     except Exception as error:
         sizes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(given.names, given.tensors, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,9 +32,12 @@ __all__ = ["OpenVinoModel", "convert"]
 _FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32"}  # the default is bfloat16 on processors that have it
 
 
-def convert(onnx: bytes, packed: Mapping[str, PackedTensor], about: str) -> OpenVinoModel:
-    """An ONNX model in OpenVINO, in which these tensors are stored as bits."""
-    made = OpenVinoModel(ov.Core().read_model(model=onnx))
+def convert(onnx: bytes, packed: Mapping[str, PackedTensor], about: str, network: nn.Module) -> OpenVinoModel:
+    """The ONNX model of a network in OpenVINO, in which these tensors are stored as bits."""
+    try:
+        made = OpenVinoModel(ov.Core().read_model(model=onnx))
+    except RuntimeError as error:
+        raise PackError(_unreadable(str(error), network)) from None
     model, one_image = made.model, False
     model.set_rt_info(about, ["mirrorquant", "about"])
     for pool in [op for op in model.get_ops() if op.get_type_name() in ("MaxPool", "AvgPool")]:
@@ -49,6 +53,17 @@ def convert(onnx: bytes, packed: Mapping[str, PackedTensor], about: str) -> Open
     if one_image:  # BinaryConvolution needs the size of the batch
         made.reshape(1)
     return made
+
+
+def _unreadable(problem: str, network: nn.Module) -> str:
+    """Why OpenVINO cannot read the ONNX model of a network: a layer with circular padding, or what its log names."""
+    if "padding mode: [wrap]" in problem:
+        modes = {name or type(m).__name__: getattr(m, "padding_mode", "") for name, m in network.named_modules()}
+        layers = ", ".join(name for name, mode in modes.items() if mode == "circular") or "a call of F.pad"
+        others = "pad with 'zeros', 'reflect' or 'replicate', or by torch.cat"
+        return f"{layers} pads with 'circular', which OpenVINO cannot read: {others}, or export to='onnx'"
+    named = re.search(r"(No conversion rule found for operations|Unsupported [^:\n]*): .*", problem)
+    return f"OpenVINO cannot read it ({named[0] if named else reason(RuntimeError(problem))}): export to='onnx'"
 
 
 def _round_as_torch(pool: Any) -> None:
