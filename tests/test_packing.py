@@ -4,6 +4,7 @@ import copy
 import gc
 import itertools
 import math
+import pickle
 import random
 import types
 import weakref
@@ -27,6 +28,7 @@ from mirrorquant.packing.bits import pack_bits, unpack_bits
 LEVELS = [mq.BINARY, mq.TERNARY, 0.1 * mq.BINARY, Levels(-1, 0.25, 1, 3), Levels(*range(16)), Levels(*range(100))]
 
 
+BITS = ("planes", "_extra_state")
 pytestmark = pytest.mark.usefixtures("small_on_bits")
 
 
@@ -1693,6 +1695,37 @@ def test_packed_layers_are_layers_for_code_that_asks():
     packed = mq.pack(model)
     assert sum(isinstance(m, (PackedConv2d, PackedLinear)) for m in packed.modules()) == 2
     agree(packed(x), model, x)
+
+
+class AsksItself(nn.Module):
+    """A network that asks its parameters where it is, as those of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+
+    def forward(self, tokens):
+        asked = next(self.layers[1].parameters())
+        return self.layers(F.one_hot(tokens, 64).to(device=asked.device, dtype=asked.dtype))
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@torch.no_grad()
+def test_code_that_asks_for_a_parameter_finds_device_and_dtype(fuse, tmp_path):
+    model, tokens = on_levels(AsksItself()), torch.arange(5)
+    packed = mq.pack(model, fuse=fuse)
+    assert packed.layers() == ["layers.0", "layers.1"]
+    agree(packed(tokens), model, tokens)
+    assert sum(p.numel() for p in packed.parameters()) == 0
+    assert packed.state_dict().keys() == {f"network.layers.{i}.weight_bits.{k}" for i in (0, 1) for k in BITS}
+    again = mq.pack(on_levels(AsksItself(), seed=1))
+    again.load_state_dict(packed.state_dict())
+    assert torch.equal(again(tokens), packed(tokens))
+    for dtype in (torch.bfloat16, torch.float64):
+        cast = pickle.loads(pickle.dumps(copy.deepcopy(packed).to(dtype)))
+        assert {p.dtype for p in cast.parameters()} == {cast(tokens).dtype} == {dtype}
+        assert same_state(mq.unpack(cast), copy.deepcopy(model).to(dtype))
+    assert {p.device.type for p in copy.deepcopy(packed).to("meta").parameters()} == {"meta"}
 
 
 def test_a_copied_optimizer_is_not_finalized_either():

@@ -44,17 +44,20 @@ class PackError(MirrorquantError, ValueError):
 class PackedTensor(nn.Module):
     """A tensor as bit planes: ``planes`` (uint8, planes x rows x bytes) and ``scale`` (one per row, or one, or None).
 
-    A module, so that moving, copying and ``state_dict`` of the layer that holds it include the planes.
+    A module, so that moving, copying and ``state_dict`` of the layer that holds it include the planes. ``like`` is an
+    empty parameter that has the device and the dtype of the tensor, for code that asks ``next(module.parameters())``.
     """
 
     planes: Tensor
     scale: Tensor | None
+    like: Tensor
 
     def __init__(
         self, planes: Tensor, shape: Sequence[int], levels: Levels, scale: Tensor | None, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.shape, self.levels, self.dtype = torch.Size(shape), levels, dtype
+        self.shape, self.levels = torch.Size(shape), levels
+        self.like = nn.Parameter(torch.empty(0, dtype=dtype, device=planes.device), requires_grad=False)
         self.register_buffer("planes", planes)
         self.register_buffer("scale", scale)
 
@@ -77,14 +80,18 @@ class PackedTensor(nn.Module):
                 return PackedTensor(pack_bits(codes, count_planes(found)), tensor.shape, found, scale, tensor.dtype)
         return None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the tensor."""
+        return self.like.dtype
+
     def codes(self) -> Tensor:
         """The number of each weight's level, uint8, in the tensor's shape."""
         return unpack_bits(self.planes, layout(self.shape)[1]).reshape(self.shape)
 
     def unpack(self) -> Tensor:
         """The tensor itself, in its own dtype."""
-        values = self.levels.tensor(torch.empty(0, dtype=self.dtype, device=self.planes.device))
-        tensor = values[self.codes().int()]
+        tensor = self.levels.tensor(self.like)[self.codes().int()]
         if self.scale is None:
             return tensor
         rows, row = layout(self.shape)
@@ -92,11 +99,18 @@ class PackedTensor(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PackedTensor:
         """Casts the levels, too, so that ``unpack`` returns the new dtype."""
+        before = self.dtype
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        if dtype != self.dtype:
-            self.levels, self.dtype = Levels(*torch.tensor(tuple(self.levels), dtype=dtype).tolist()), dtype
+        if self.dtype != before:
+            self.levels = Levels(*torch.tensor(tuple(self.levels), dtype=self.dtype).tolist())
         return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}like"]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict({**state_dict, f"{prefix}like": self.like}, prefix, *rest)
 
     def get_extra_state(self) -> Tensor:
         """The levels, for ``state_dict``."""
