@@ -289,6 +289,20 @@ def test_a_model_in_another_dtype_comes_back_in_it(dtype, tmp_path):
         mq.load(tmp_path / "net.safetensors", mq.models.digitsnet())
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_tensors_of_other_dtypes_are_kept_as_they_are(dtype, tmp_path):
+    model = nn.Sequential(on_levels(nn.Linear(8, 8)), nn.Linear(8, 8, bias=False))
+    model[1].weight = nn.Parameter(torch.ones(8, 8).to(dtype), requires_grad=False)
+    mq.save(model, tmp_path / "net.safetensors")
+    loaded = mq.load(tmp_path / "net.safetensors", model)
+    assert list(loaded.runs) == ["0.weight", "0.bias"]
+    for name, tensor in mq.unpack(loaded).state_dict().items():
+        assert tensor.dtype == model.state_dict()[name].dtype
+        assert torch.equal(tensor.float(), model.state_dict()[name].float())
+    with pytest.raises(PackError, match=rf"1\.weight is {dtype}, which cannot be on levels: cast it"):
+        mq.pack(model[1:])
+
+
 def test_a_changed_model_of_this_library_is_a_custom_one(tmp_path):
     model = network("digitsnet")
     model.fc = on_levels(nn.Linear(64, 10, bias=False))

@@ -29,6 +29,7 @@ from mirrorquant.levels import BINARY, TERNARY, Levels
 
 __all__ = ["PackError", "PackedTensor", "off_level"]
 
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of tensors that can be bits
 _DETECTED = 16  # more distinct values than this are not taken for levels, unless the caller passes them
 _SAMPLE = 4096
 _WHOLE = 8  # the largest of the whole numbers that are tried as levels
@@ -71,7 +72,7 @@ class PackedTensor(nn.Module):
         """
         tensor = tensor.detach()
         table = tensor.reshape(layout(tensor.shape))
-        for found, scale in _candidates(table, levels) if tensor.is_floating_point() else ():
+        for found, scale in _candidates(table, levels) if tensor.dtype in DTYPES else ():
             codes, off = _numbered(table, found, scale)
             if not bool(off.any()):
                 if scale is not None and bool((scale == scale[0]).all()):

@@ -27,7 +27,7 @@ from mirrorquant import _files, models
 from mirrorquant._text import first_line
 from mirrorquant._version import __version__
 from mirrorquant.levels import Levels
-from mirrorquant.packing.bits import PackedTensor, PackError
+from mirrorquant.packing.bits import DTYPES, PackedTensor, PackError
 from mirrorquant.packing.model import Entry, PackedModel, assemble, entries_of, skeleton, state, whole
 from mirrorquant.select import unwrapped
 
@@ -36,7 +36,7 @@ __all__ = ["Contents", "load", "read", "save"]
 FORMAT = 2  # format 1 had the digest in a separate metadata entry
 BITS = "plane j holds bit j of the level's number; one row per output channel; the first weight is in the lowest bit"
 _BLANK = "0" * 64
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _CHECKPOINTS = (b"PK\x03\x04", b"mirrorquant checkpoint ")  # how files of torch.save begin, and a run's old *.mq
 
 

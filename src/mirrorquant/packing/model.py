@@ -9,6 +9,7 @@ precedes it.
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from mirrorquant import _owners
 from mirrorquant.levels import Levels
 from mirrorquant.nn import BinaryActivation
-from mirrorquant.packing.bits import PackedTensor, PackError, off_level
+from mirrorquant.packing.bits import DTYPES, PackedTensor, PackError, off_level
 from mirrorquant.packing.fuse import compiled
 from mirrorquant.packing.layers import PackedConv2d, PackedLinear, fewest_rows, why_floats
 from mirrorquant.select import Pattern, _listed, _matching, _names, unwrapped
@@ -340,6 +341,8 @@ def _skipped(model: nn.Module, skip: Pattern | Sequence[Pattern]) -> set[str]:
 
 
 def _off(name: str, tensor: Tensor, levels: Levels | None) -> str:
+    if tensor.dtype not in DTYPES:
+        return f"{name} is {tensor.dtype}, which cannot be on levels: cast it to float32, or skip it"
     value = off_level(tensor, levels)
     if levels is None:
         remedy = (
@@ -348,7 +351,7 @@ def _off(name: str, tensor: Tensor, levels: Levels | None) -> str:
         return f"{name} is not quantized (contains {value:g}), nor is any other weight: {remedy}"
     found = f"{name} contains {value:g}, which is none of the levels {', '.join(f'{q:g}' for q in levels)}"
     remedy = "call `opt.finalize()`, pass other levels, or skip this layer"
-    if tensor.element_size() < 4:
+    if tensor.element_size() < 4 and any(abs(math.frexp(level)[0]) != 0.5 for level in levels if level):
         remedy += f"; with a scale, levels of {tensor.dtype} must be 0 and powers of two: finalize in float32"
     return f"{found}, nor are its channels on them with a scale: {remedy}"
 
