@@ -1372,6 +1372,8 @@ def test_few_rows_of_a_small_linear_layer_are_computed_with_floats_of_any_dtype(
         x = torch.randn(shape)
         agree(packed(x), model, x)
         assert packed(x.double()).dtype == torch.float64
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            agree(packed(x), model, x)
     other = scaled(nn.Linear(256, 300), mq.BINARY, True)
     other.weight.neg_()
     packed.load_state_dict(mq.pack(other).state_dict())

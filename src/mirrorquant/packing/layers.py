@@ -187,10 +187,12 @@ class PackedLinear(_PackedLayer, nn.Linear):  # type: ignore[misc, override]
 
     def forward(self, input: Tensor) -> Tensor:
         """The product for each row of the input."""
-        few = self._floats is not None and input.numel() < self.fewest * self.in_features
-        if few and self._floats is not None and input.dtype == self._floats[0].dtype:
-            return F.linear(input, *self._floats)
-        return self._on_bits(input)
+        floats = self._floats
+        if floats is None or input.numel() >= self.fewest * self.in_features or input.dtype != floats[0].dtype:
+            return self._on_bits(input)
+        if torch.is_autocast_enabled(input.device.type):  # which does not apply to bits, nor to more rows
+            return self._on_bits(input)
+        return F.linear(input, *floats)
 
 
 def _after_loading(layer: nn.Module, keys: Any) -> None:
