@@ -732,7 +732,7 @@ def config_text(**changes):
         ({"method": "mine"}, "There is no method 'mine'.* If it is a custom method, import its module first: python"),
         ({"warp": 3}, "has the key 'warp', unknown to this version of mirrorquant: use the version that wrote it"),
         ({"lr": "fast"}, "lr is 'fast', but it must be float"),
-        ({"lr": math.nan}, "lr is nan, but it must be at most 100"),
+        ({"lr": math.nan}, "lr is nan, but it must be a number from 1e-35 to 100"),
         ({"version": 3}, "is of version 3, unknown to this version of mirrorquant: use the version that wrote it"),
         ({"iterations": 1.5}, "iterations is 1.5, but it must be int"),
         ({"iterations": True}, "iterations is True, but it must be int"),

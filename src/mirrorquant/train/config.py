@@ -65,7 +65,7 @@ class Key(NamedTuple):
             raise ConfigError(f"{name} is {value!r}, but it must be one of {', '.join(self.choices)}")
         if self.type in ("int", "float") and not self.least <= value <= self.most:
             limit = f"at least {self.least:g}" if value < self.least else f"at most {self.most:g}"
-            limit = f"a number from {self.least:g} to {self.most:g}" if math.isnan(value) else limit
+            limit = f"a number from {self.least:g} to {self.most:g}" if value != value else limit
             raise ConfigError(f"{name} is {value}, but it must be {limit}")
 
 

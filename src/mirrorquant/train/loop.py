@@ -197,7 +197,7 @@ class Run:
     def warn(self, message: str) -> None:
         """The same for what is no progress: it is shown even if the run is quiet."""
         self.messages.append(message)
-        self.progress.say(message, anyway=self.world.chief)
+        self.progress.say(f"warning: {message}", anyway=self.world.chief)
 
     def _finalize(self) -> None:
         """Rounds for good; a fresh engine trains the parameters that are left."""
@@ -361,7 +361,7 @@ class Run:
         if off := [row["name"] for row in rows if row["off_levels"]]:
             raise RunError(f"the best network has weights off their levels in {', '.join(off)}: please report this")
         for problem in [*health(task.opt).collapses, *gaps]:
-            self.warn(f"warning: {problem}")
+            self.warn(problem)
         if config.recalibrate:
             recalibrate(task.model, (task.loader.batch(k)[0] for k in range(config.recalibrate)))
             self.world.average(distributed.statistics(task.model))
