@@ -26,7 +26,9 @@ test-slow: .venv/ready
 	$(BIN)/pytest -n 2 -m slow
 
 # The tests as other processors run them: test-default without vector instructions, test-avx2 as far as AVX2, and
-# test-isa along all code paths of torch, oneDNN and our kernels that this processor has.
+# test-isa along all code paths of torch, oneDNN and our kernels that this processor has. Files, commands and processes
+# are the same on all of them.
+SAME := cli config imagenet_recipes plots readme recipes reproduce resume select streamed tables
 test-default: export ATEN_CPU_CAPABILITY := default
 test-default: export ONEDNN_MAX_CPU_ISA := SSE41
 test-default: export MIRRORQUANT_KERNELS := portable
@@ -35,7 +37,7 @@ test-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
 test-avx2: export MIRRORQUANT_KERNELS := avx2
 test-avx512: export ATEN_CPU_CAPABILITY := avx512
 test-default test-avx2 test-avx512: .venv/ready
-	$(BIN)/pytest -n 2 -m 'not slow'
+	$(BIN)/pytest -n 2 -m 'not slow' $(SAME:%=--ignore=tests/test_%.py)
 
 CAPABILITIES := import torch; names = ["DEFAULT", "AVX2", "AVX512"]; here = torch.backends.cpu.get_cpu_capability();
 CAPABILITIES += print(*names[: names.index(here) + 1])
