@@ -370,6 +370,7 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["compare", "--seeds", "two"], 2, "argument --seeds: 'two' is no count"),
         (["reproduce", "binary", "--jobs", "0"], 2, "argument --jobs: '0' is no count: give a whole number from 1 to"),
         (["reproduce", "binary", "--jobs", "-1"], 2, "--jobs"),
+        (["reproduce", "binary", "--jobs", "65"], 2, "'65' is no count: give a whole number from 1 to 64"),
         (["reproduce", "nothing"], 2, "invalid choice: 'nothing' (choose from"),
         (["train", "--out", ""], 2, "argument --out: '' names no file or folder: give its name"),
         (["train", "--results="], 2, "argument --results: '' names no file or folder"),

@@ -197,7 +197,7 @@ def test_a_signal_stops_all_processes_and_the_next_start_goes_on(tmp_path, to_al
     else:
         table.send_signal(signal.SIGTERM)
     said = table.communicate(timeout=60)[1]
-    assert table.returncode == 130 if to_all else 143
+    assert table.returncode == (130 if to_all else 143)
     assert "stopped: start again to continue" in said
     assert "Traceback" not in said
     for folder in folders:

@@ -62,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
     """Explains a wrong command line in one line, too."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises :class:`_UsageError`, to which the subparsers' names belong."""
+        """Raises :class:`_UsageError` instead of printing the usage and exiting."""
         raise _UsageError(f"{message}. See {self.prog} --help")
 
 

@@ -36,7 +36,7 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     runs.add_words(sub, "PART", "only recipes with this in their names, or any of a list: cifar10/resnet18,/bc")
     sub.add_argument("--seeds", type=runs.count, default=1, help="runs per cell, with seeds 0, 1, ...")
     text = "runs at a time, each in its own process; on one GPU, start nvidia-cuda-mps-control -d before"
-    sub.add_argument("--jobs", type=runs.count, default=1, metavar="N", help=text)
+    sub.add_argument("--jobs", type=functools.partial(runs.count, most=64), default=1, metavar="N", help=text)
     sub.add_argument("--out", type=runs.place, default=Path("runs"), help="folder of the runs; default: runs")
     sub.set_defaults(results=Path("results"))
 

@@ -33,10 +33,10 @@ def place(text: str) -> Path:
     return Path(text)
 
 
-def count(text: str) -> int:
+def count(text: str, most: int = 999_999) -> int:
     """A number on the command line, from 1 on."""
-    if not re.fullmatch(r"0*[1-9]\d{0,5}", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is no count: give a whole number from 1 to 999999")
+    if not re.fullmatch(r"0*[1-9]\d{0,5}", text, re.ASCII) or int(text) > most:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count: give a whole number from 1 to {most}")
     return int(text)
 
 
