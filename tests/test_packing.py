@@ -289,11 +289,29 @@ def test_any_levels_with_a_scale_are_packed(levels, per):
     model, x = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16)), torch.randn(8, 64)
     opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model)), "bc", levels=mq.levels.auto(levels, per=per))
     opt.finalize()
-    ways = [{"levels": levels}] if min(levels) == -8 and per == "channel" else [{}, {"levels": levels}]
-    for packed in [mq.pack(model, **way) for way in ways]:
+    networks = [mq.pack(model), mq.pack(model, levels=levels)]
+    del opt  # without it the levels are read off the weights
+    if min(levels) > -8 or per == "tensor":
+        networks.append(mq.pack(model))
+    for packed in networks:
         assert held_as_bits(packed) == ["0", "2"]
         agree(packed(x), model.eval(), x)
         assert same_state(mq.unpack(packed), model)
+
+
+def test_levels_of_a_living_optimizer_are_known(tmp_path):
+    levels = mq.levels.auto([-1, -0.31, 0.17, 1], per="channel")
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Conv1d(4, 8, 3))
+    model[2].weight.data *= torch.rand(8, 1, 1) + 0.1
+    opt = mq.MirrorDescent(torch.optim.Adam(mq.split(model)), "bc", levels=levels)
+    in_bits = {row.name for row in mq.summary(opt).rows if row.bits == 2}
+    assert in_bits == {"0.weight", "2.weight"}
+    opt.finalize()
+    mq.save(model, tmp_path / "net")
+    for found in (mq.summary(model), mq.summary(mq.packing.read(tmp_path / "net"))):
+        assert {row.name for row in found.rows if row.bits == 2} == in_bits
+    model[0].weight.data[0, 0] = 2.0  # no level any more, whatever the optimizer says
+    assert {row.name for row in mq.summary(model).rows if row.bits == 2} == {"2.weight"}
 
 
 def test_levels_that_only_their_reader_knows_are_asked_for():

@@ -1,4 +1,4 @@
-"""Who else holds a parameter: the optimizer that still moves it, and the module that gathers it for FSDP2."""
+"""Who else holds a parameter: the optimizer that quantizes it, and the module that gathers it for FSDP2."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["OPTIMIZERS", "note_sharded", "owner", "reshard"]
+__all__ = ["OPTIMIZERS", "levels", "note_sharded", "owner", "reshard"]
 
 OPTIMIZERS: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # those that live, in their order
 _SHARDED = WeakIdKeyDictionary()  # parameters, and the module of FSDP2 to which they belong
 
 
 def owner(parameter: Tensor) -> Any | None:
-    """The optimizer that still moves this parameter's latent: neither finalized, nor inside ``quantized()``.
+    """The optimizer that still moves this parameter's latent: neither finalized, nor inside ``quantized()``."""
+    optimizer = _newest(parameter)
+    return None if optimizer is None or optimizer.finalized or optimizer._inside_quantized else optimizer
 
-    Of several, the newest decides: an earlier one, perhaps forgotten and not yet collected, does not move it any more.
-    """
-    for optimizer in reversed(list(OPTIMIZERS)):
-        if "latent" in optimizer.state.get(parameter, {}):
-            return None if optimizer.finalized or optimizer._inside_quantized else optimizer
-    return None
+
+def levels(parameter: Tensor) -> Any | None:
+    """The levels on which an optimizer puts this parameter, finalized or not; None if it is gone."""
+    groups = getattr(_newest(parameter), "param_groups", [])
+    return next((group["method"].levels for group in groups if any(p is parameter for p in group["params"])), None)
+
+
+def _newest(parameter: Tensor) -> Any | None:
+    """Of the optimizers that quantize a parameter the last one: an earlier one, perhaps forgotten, does not move it."""
+    return next((each for each in reversed(list(OPTIMIZERS)) if "latent" in each.state.get(parameter, {})), None)
 
 
 def note_sharded(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from mirrorquant._text import printable, table
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.packing import Contents, PackedModel, PackedTensor, PackError, file
 from mirrorquant.packing.bits import count_planes, off_level
-from mirrorquant.packing.model import Entry, whole
+from mirrorquant.packing.model import Entry, as_bits, whole
 
 __all__ = ["Row", "Summary", "summary"]
 
@@ -112,8 +112,7 @@ def summary(what: nn.Module | MirrorDescent | Contents) -> Summary:
         scales = {state["scale"] for state in what.state.values() if "scale" in state}  # are part of their tensors
         named = {what._names[p]: p for group in what.param_groups for p in group["params"] if p not in scales}
         with what.quantized():
-            tensors = {name: whole(p.detach()) for name, p in named.items()}
-            entries = {name: PackedTensor.of(t) or t.clone() for name, t in tensors.items()}
+            entries = {name: as_bits(p) or whole(p.detach()).clone() for name, p in named.items()}
         rows = [Row.of(name, entry, what._why.get(named[name], "")) for name, entry in entries.items()]
         return Summary(rows, sum(row.bytes for row in rows))
     if isinstance(what, Contents):

@@ -187,7 +187,8 @@ def summary(options: argparse.Namespace) -> None:
         about |= {"sha256": contents.sha256, "architecture": contents.architecture, "about": contents.about}
         end = f"\nsha256 {contents.sha256}"
     elif path.exists():
-        found = summarize(_best(options).model)
+        best = _best(options)
+        found = summarize(best.model)
     else:
         config = Config.from_recipe(str(path))
         known = data.get(config.data)

@@ -28,7 +28,7 @@ from mirrorquant._text import first_line
 from mirrorquant._version import __version__
 from mirrorquant.levels import Levels
 from mirrorquant.packing.bits import DTYPES, PackedTensor, PackError
-from mirrorquant.packing.model import Entry, PackedModel, assemble, entries_of, skeleton, state, whole
+from mirrorquant.packing.model import Entry, PackedModel, as_bits, assemble, entries_of, skeleton, state, whole
 from mirrorquant.select import unwrapped
 
 __all__ = ["Contents", "load", "read", "save"]
@@ -151,12 +151,11 @@ def stored(model: nn.Module, *, finalized: bool = True) -> tuple[nn.Module, dict
     if finalized and not isinstance(model, PackedModel):
         return model, entries_of(model, None)
     plain = model.plain if isinstance(model, PackedModel) else model
-    entries: dict[str, Entry] = (
-        model.entries() if isinstance(model, PackedModel) else {name: whole(tensor) for name, tensor in state(model)}
-    )
-    for name, _ in plain.named_parameters():
-        entry = entries[name]
-        entries[name] = entry if isinstance(entry, PackedTensor) else PackedTensor.of(entry) or entry.detach()
+    entries: dict[str, Entry] = model.entries() if isinstance(model, PackedModel) else dict(state(model))
+    parameters = {name for name, _ in plain.named_parameters()}
+    for name, entry in entries.items():
+        if isinstance(entry, Tensor):
+            entries[name] = (as_bits(entry) if name in parameters else None) or whole(entry).detach()
     return plain, entries
 
 

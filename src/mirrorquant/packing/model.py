@@ -57,9 +57,10 @@ def pack(
         model: the model, after ``MirrorDescent.finalize()``. It is not modified.
         levels: the levels of all ``Conv2d`` and linear layers; a weight with another value raises an error that names
             it; a scale on them, of the tensor or of each channel, is found. By default the levels of each layer are
-            found in its weights: at most 16 values, at least a thousandth of the largest apart; with a scale for each
-            channel, levels in the ratio of whole numbers up to 8, as -1, 0, 1 or -3, -1, 1, 3. Layers that have other
-            values stay in float; a weight that an optimizer has not finalized raises an error.
+            those of its optimizer. If that is gone, they are found in the weights: at most 16 values, at least a
+            thousandth of the largest apart; with a scale for each channel, levels in the ratio of whole numbers up to
+            8, as -1, 0, 1 or -3, -1, 1, 3. Layers that have other values stay in float; a weight that an optimizer has
+            not finalized raises an error.
         skip: patterns of the layers that stay in float, as in :func:`mirrorquant.split`.
         fuse: whether packed layers take over the batch norm, addition and ReLU that follow them, by ``torch.compile``,
             in networks where that is faster: with 262,144 or more weights in convolutions, or binary activations. The
@@ -291,7 +292,7 @@ def entries_of(model: nn.Module, levels: Levels | None, skip: Pattern | Sequence
         entries[name] = tensor.detach()
         if name not in parameters:
             continue
-        bits = PackedTensor.of(tensor, levels) or (PackedTensor.of(tensor) if name not in layers else None)
+        bits = PackedTensor.of(tensor, levels) if name in layers and levels else as_bits(part, levels)
         if levels is None and tensor.dim() > 1:
             _refuse_unfinished(name, part, bits)
         if bits is not None:
@@ -304,6 +305,13 @@ def entries_of(model: nn.Module, levels: Levels | None, skip: Pattern | Sequence
     if not any(isinstance(entries[name], PackedTensor) for name in weights):
         raise PackError(_off(weights[0], whole(dict(state(model))[weights[0]]).detach(), levels))
     return entries
+
+
+def as_bits(parameter: Tensor, levels: Levels | None = None) -> PackedTensor | None:
+    """A parameter as bits: on given levels, on those of its optimizer if that still lives, or on any that are found."""
+    tensor = whole(parameter)
+    known = [each for each in (levels, _owners.levels(parameter)) if each]
+    return next((bits for each in [*known, None] if (bits := PackedTensor.of(tensor, each)) is not None), None)
 
 
 def _refuse_unfinished(name: str, tensor: Tensor, bits: PackedTensor | None) -> None:
