@@ -28,7 +28,8 @@ test-slow: .venv/ready
 # The tests as other processors run them: test-default without vector instructions, test-avx2 as far as AVX2, and
 # test-isa along all code paths of torch, oneDNN and our kernels that this processor has. Files, commands and processes
 # are the same on all of them.
-SAME := cli config imagenet_recipes plots readme recipes reproduce resume select streamed tables
+SAME := cli config distributed imagenet_recipes plots readme recipes reproduce resume select streamed
+SAME += streamed_training tables
 test-default: export ATEN_CPU_CAPABILITY := default
 test-default: export ONEDNN_MAX_CPU_ISA := SSE41
 test-default: export MIRRORQUANT_KERNELS := portable

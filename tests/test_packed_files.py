@@ -550,13 +550,13 @@ def test_thousands_of_changed_files_are_refused_or_consistent_in_little_memory(c
     More of them: python tests/fuzz_files.py 20000 0 200.
     """
     script = Path(__file__).with_name("fuzz_files.py")
-    done = subprocess.run([sys.executable, script, "8000", "0", "80"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, script, "5000", "0", "50"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     with capsys.disabled():
         print(f"\n{done.stdout}", end="")
     told = json.loads(done.stdout)
-    assert told["refused"] > 6_000
-    assert told["another model, sealed as such"] > 40
+    assert told["refused"] > 3_750
+    assert told["another model, sealed as such"] > 25
 
 
 def test_files_need_torch_and_safetensors_alone(tmp_path):

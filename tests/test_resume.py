@@ -36,10 +36,10 @@ def resume(folder):
         torch.save(weights(model), file.with_suffix(".end"))
 
 
-def test_interrupting_at_any_of_50_random_steps_is_bit_exact(tmp_path):
+def test_interrupting_at_random_steps_is_bit_exact(tmp_path):
     rng, whole, cases = random.Random(0), {}, []
     for method in METHODS:
-        cases += [(method, step) for step in rng.sample(range(1, STEPS), 50)]
+        cases += [(method, step) for step in rng.sample(range(1, STEPS), 20)]
         model, opt = build(method)
         stops = sorted(step for name, step in cases if name == method)
         done = 0
