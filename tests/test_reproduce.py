@@ -113,6 +113,47 @@ def test_a_cell_that_fails_does_not_end_the_table(monkeypatch, tmp_path, capsys)
     ]
 
 
+@pytest.fixture
+def pretrained(monkeypatch):
+    """A table in which a cell starts from the float network, and has a name of its own."""
+    names, get = ["digits/digitsnet/ref", "digits/digitsnet/binary/md-tanh-s", "digits/digitsnet/binary/bc"], recipes.get
+    start = {"digits/digitsnet/binary/bc": {"init": "runs/digits-digitsnet-ref-seed0", "affine": True}}
+    monkeypatch.setattr(recipes, "cells", lambda table: names)
+    monkeypatch.setattr(recipes, "get", lambda name: get(name) | start.get(name, {}))
+
+
+def test_a_network_that_others_start_from_is_trained_again_if_it_is_gone(monkeypatch, tmp_path, capsys, pretrained):
+    found = trained(monkeypatch)
+    assert main(["reproduce", "binary", *SHORT]) == 0
+    assert found == [("ref", 0), ("md-tanh-s", 0), ("bc", 0)]
+    del found[:]
+    assert main(["reproduce", "binary", "bc", "--seeds", "2", *SHORT]) == 0  # the float network is there
+    assert found == [("bc", 1)]
+    (tmp_path / "runs").rename(tmp_path / "gone")
+    assert main(["reproduce", "binary", "--seeds", "2", *SHORT]) == 0
+    assert found == [("bc", 1), ("ref", 1), ("md-tanh-s", 1)]  # and nothing that is left needs it
+    for path in (tmp_path / "results").glob("*bc-seed1*"):
+        path.unlink()
+    del found[:]
+    assert main(["reproduce", "binary", "bc", "--seeds", "2", *SHORT]) == 0
+    assert found == [("ref", 0), ("bc", 1)]
+    assert "digits/digitsnet/ref, seed 0 has no network in runs/digits-digitsnet-ref-seed0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_no_cell_starts_from_another_network_than_its_own(tmp_path, capsys, pretrained, jobs):
+    folder = "runs/digits-digitsnet-ref-seed0"
+    assert main(["train", "digits/digitsnet/ref", *SHORT, "lr=0.5", "--out", folder]) == 0
+    assert main(["reproduce", "binary", *SHORT, "--jobs", jobs]) == 1
+    said = capsys.readouterr().err
+    assert "2 of 3 cells failed: digits/digitsnet/ref, seed 0: runs/digits-digitsnet-ref-seed0 holds a run of" in said
+    assert "binary/bc, seed 0: it needs the network of digits/digitsnet/ref, seed 0, which failed" in said
+    assert main(["reproduce", "binary", "bc", *SHORT]) == 1  # without training the float network itself
+    assert "binary/bc, seed 0: runs/digits-digitsnet-ref-seed0 holds a run of" in capsys.readouterr().err
+    (result,) = (tmp_path / "results").iterdir()
+    assert json.loads(result.read_text())["recipe"] == "digits/digitsnet/binary/md-tanh-s"
+
+
 def test_a_part_that_no_recipe_has_is_an_error(capsys):
     assert main(["reproduce", "binary", "imagenet"]) == 1
     assert "no recipe of the table binary has 'imagenet' in its name" in capsys.readouterr().err

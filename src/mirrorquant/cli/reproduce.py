@@ -56,18 +56,30 @@ def reproduce(options: argparse.Namespace) -> None:
             if value.startswith("runs/"):
                 raise ConfigError(f"{key} of {config.recipe} is {value}, another cell: leave out --out, or set {key}=")
     done = _results(options.results, configs)
+    needed = {source for cell in cells if cell not in done for source in _sources(configs[cell], options.table)}
+    again = sorted(source for source in needed if not RunFolder(_path(source)).ended)
+    for source in again:
+        if source in done or source not in cells:
+            print(f"{_title(source)} has no network in {_path(source)}, which others need: it is trained, too")
+    done = {cell: record for cell, record in done.items() if cell not in again}
+    cells = [*again, *(cell for cell in cells if cell not in again)]
+    configs = _configs([*cells, *(needed - {*cells})], options.overrides)
     failed: dict[Cell, str] = {}
     missing = [cell for cell in cells if cell not in done]
     if done:
         print(f"{len(done)} of {len(cells)} cells have a result in {options.results}", flush=True)
 
     def attempt(cell: Cell, train: Train) -> None:
-        name = f"{cell[0]}, seed {cell[1]}"
+        name = _title(cell)
         left = [each for each in missing if each not in done and each not in failed]
         expected = _expected(dict(done), left, options.jobs)  # others add to it meanwhile
         print(f"[{cells.index(cell) + 1}/{len(cells)}] {name}; {expected}\n", end="", flush=True)
         try:
-            done[cell] = train(configs[cell], options.out / f"{cell[0].replace('/', '-')}-seed{cell[1]}", options)
+            for source in _sources(configs[cell], options.table):
+                if source in failed:
+                    raise RunError(f"it needs the network of {_title(source)}, which failed")
+                runs.refuse_another(configs[source], _path(source))
+            done[cell] = train(configs[cell], _path(cell, options.out), options)
         except Interrupted:
             raise
         except MirrorquantError as error:
@@ -88,6 +100,20 @@ def reproduce(options: argparse.Namespace) -> None:
     if failed:
         problems = "; ".join(failed.values())
         raise RunError(f"{len(failed)} of {len(cells)} cells failed: {problems}. Start again to try them")
+
+
+def _title(cell: Cell) -> str:
+    return f"{cell[0]}, seed {cell[1]}"
+
+
+def _path(cell: Cell, out: Path = Path("runs")) -> Path:
+    return out / f"{cell[0].replace('/', '-')}-seed{cell[1]}"
+
+
+def _sources(config: Config, table: str) -> list[Cell]:
+    """The cells of a table whose networks a run starts or learns from."""
+    cells = {str(_path((name, 0))): (name, 0) for name in recipes.cells(table) if name != config.recipe}
+    return [cells[path] for path in (config.init, config.teacher) if path in cells]
 
 
 def _in_this_process(config: Config, folder: Path, options: argparse.Namespace) -> RunRecord:

@@ -102,6 +102,11 @@ class RunFolder:
         """Whether a run was started here."""
         return (self.path / "config.json").exists()
 
+    @property
+    def ended(self) -> bool:
+        """Whether the run in it has ended."""
+        return (self.path / "summary.json").exists()
+
     def config(self) -> Config:
         """The configuration."""
         return Config.load(self.path / "config.json")
