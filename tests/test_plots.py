@@ -159,6 +159,10 @@ def test_methods_with_one_schedule_share_its_line(tmp_path, drawn):
     beta = drawn(plots.curves, runs, tmp_path / "curves.png").axes[2]
     assert {line.get_color() for line in beta.get_lines()} == {"#999933", "#332288"}
     assert [line.is_dashed() for line in beta.get_lines()] == [True, True]
+    lines = (runs[-1] / "metrics.jsonl").read_text().splitlines()
+    (runs[-1] / "metrics.jsonl").write_text("\n".join(lines[::2]) + "\n")  # recorded at fewer steps
+    beta = drawn(plots.curves, runs, tmp_path / "curves.png").axes[2]
+    assert [line.is_dashed() for line in beta.get_lines()] == [True, True]
     alone = drawn(plots.curves, runs[:3], tmp_path / "curves.png").axes[2]
     assert [line.is_dashed() for line in alone.get_lines()] == [False]
 

@@ -116,7 +116,10 @@ def test_a_cell_that_fails_does_not_end_the_table(monkeypatch, tmp_path, capsys)
 @pytest.fixture
 def pretrained(monkeypatch):
     """A table in which a cell starts from the float network, and has a name of its own."""
-    names, get = ["digits/digitsnet/ref", "digits/digitsnet/binary/md-tanh-s", "digits/digitsnet/binary/bc"], recipes.get
+    names, get = (
+        ["digits/digitsnet/ref", "digits/digitsnet/binary/md-tanh-s", "digits/digitsnet/binary/bc"],
+        recipes.get,
+    )
     start = {"digits/digitsnet/binary/bc": {"init": "runs/digits-digitsnet-ref-seed0", "affine": True}}
     monkeypatch.setattr(recipes, "cells", lambda table: names)
     monkeypatch.setattr(recipes, "get", lambda name: get(name) | start.get(name, {}))

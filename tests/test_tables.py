@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mirrorquant.report import RecordError, RunRecord, labels, tables
+from mirrorquant.report import RecordError, RunRecord, labels, plots, tables
 from mirrorquant.train import recipes
 from mirrorquant.train.config import rescaled
 
@@ -60,9 +60,9 @@ def put(put_all):
 
 
 def cells(text, method):
-    """The rows of a method, as lists of cells."""
+    """The rows of a method that has runs, as lists of cells; it may have the number of a note."""
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:1] == "|"]
-    return [row for row in rows if row[0] == method]
+    return [row for row in rows if row[0].rstrip(" ¹²³") == method and row[2:3] != ["-"]]
 
 
 MD = "cifar10/resnet18/binary/md-tanh-s"
@@ -102,8 +102,13 @@ def test_tables_columns_and_rows_are_in_the_order_of_the_paper(put):
         *("Ternary weights (tab:res_ternary)", "CIFAR-100, VGG-16"),
     ]
     block = text.split("CIFAR-10, ResNet-18")[1].split("###")[0]
-    assert re.findall(r"^\| (\S+)", block, re.M)[2:] == ["REF", "PQ\\*", "MD-tanh-S"]
+    rows = [["REF", "50.00"], ["BC", "-"], ["PQ", "-"], [r"PQ\*", "50.00"], ["PMF", "-"], [r"PMF\*", "-"]]
+    rows += [["GD-tanh", "-"], ["MD-softmax", "-"], ["MD-tanh", "-"], ["MD-softmax-S", "-"], ["MD-tanh-S", "50.00"]]
+    assert [[a, b] for a, b in re.findall(r"^\| (\S+).*?\| +\d\S+ \| +(\S+)", block, re.M)] == rows
     assert "official validation set" in text.split("### TinyImageNet")[1].split("##")[0]
+    assert r"¹ The paper does not print hyperparameters of binary PQ\*: these are PQ's." in block
+    assert text.count("No runs yet: ") == 3
+    assert "\n\nNo runs yet: CIFAR-100, MobileNetV2.\n\n" in text
 
 
 def test_the_float_network_stands_in_the_ternary_table_beside_ternary_runs(put):
@@ -411,6 +416,41 @@ def test_kept_runs_are_printed_by_task_with_their_changes():
     assert "There are no runs yet" in tables.results_tables([])
 
 
+def test_recipes_on_the_same_images_are_not_taken_for_seeds():
+    names = [f"{data}/mobilenetv2/binary/bc" for data in ("cifar10", "cifar100")]
+    runs = [RunRecord.of(summary(name, 50.0, overrides={"data": "synthetic:3x32x32:10"})) for name in names]
+    for run in runs:
+        run.config["data"] = "synthetic:3x32x32:10"
+    text = tables.results_tables(runs)
+    assert [f"(of {name})" in text for name in names] == [True, True]
+    assert "±" not in text
+
+
+def test_a_seed_in_two_files_is_an_error():
+    runs = [RunRecord.of(summary(MD, 93.0), Path(name)) for name in ("a.json", "b.json")]
+    with pytest.raises(RecordError, match=r"^b\.json: md-tanh-s with seed 0 is in a\.json too; keep one"):
+        tables.results_tables(runs)
+
+
+def test_the_papers_figure_stands_beside_runs_of_the_recipe_as_it_is():
+    runs = [summary(MD, 93.0, paper=93.18), summary(MD, 94.0, paper=93.18, overrides={"cutout": 16})]
+    runs[1]["config"]["cutout"] = 16
+    text = tables.results_tables([RunRecord.of(run) for run in runs])
+    assert re.search(r"rounded test % +paper % +time$", text, re.M)
+    assert re.search(r"^md-tanh-s +-1, \+1 .* 93\.00 +93\.18 ", text, re.M)
+    assert re.search(r"^md-tanh-s cutout=16 .* 94\.00 +- ", text, re.M)
+
+
+def test_images_that_were_trained_on_validate_nothing():
+    content = summary(MD, 93.0) | {"curve": [[100, 99.9]]}
+    content["config"] |= {"train_on": "all", "keep": "last"}
+    record = RunRecord.of(content)
+    assert tables.compare_row(record)["val"] is None
+    (line,) = plots._lines([record])
+    assert not line.span("val", "accuracy")
+    assert not line.best()
+
+
 def test_a_result_is_kept_without_the_place_of_the_data(tmp_path):
     content = summary(MD, 93.0, overrides={"lr": 0.5, "data_root": "/home/me"})
     content["config"] |= {"data_root": "/home/me", "lr": 0.5}
@@ -418,3 +458,17 @@ def test_a_result_is_kept_without_the_place_of_the_data(tmp_path):
     assert file.name == "cifar10-resnet18-binary-md-tanh-s-seed0-lr-0.5.json"
     assert "/home/me" not in file.read_text()
     assert RunRecord.read(file).changes == {"lr": 0.5}
+
+
+def test_a_result_from_before_its_recipe_was_changed_is_kept_under_another_name(tmp_path):
+    before = summary(MD, 92.0)
+    before["config"]["weight_decay"] = 0.25
+    plain = tmp_path / "cifar10-resnet18-binary-md-tanh-s-seed0.json"
+    plain.write_text(json.dumps(before))
+    for accuracy in (93.0, 93.1):
+        assert RunRecord.of(summary(MD, accuracy)).write_result(tmp_path) == plain
+        kept = RunRecord.read(tmp_path / f"{plain.stem}-weight_decay-0.25.json")
+        assert [run.number("test_accuracy") for run in (RunRecord.read(plain), kept)] == [accuracy, 92.0]
+    plain.write_text("{}")
+    assert RunRecord.of(summary(MD, 93.0)).write_result(tmp_path) == plain
+    assert len(list(tmp_path.iterdir())) == 2

@@ -29,6 +29,7 @@ from mirrorquant.train.config import parse_levels
 
 BELOW = 0.6
 MARK = "†"
+SUPERSCRIPTS = "¹²³⁴⁵⁶⁷⁸⁹"
 PAPER_DATA = ("cifar10", "cifar100", "tinyimagenet")
 PAPER_TABLES = (
     ("Binary weights", "tab:res_binary", "binary", ("vgg16", "resnet18")),
@@ -80,9 +81,9 @@ HEAD = """# Results
 
 `tools/paper_tables.py` makes this file from the JSON files beside it, one per run. Accuracies are test accuracies in
 percent of the rounded network, of the iteration with the best rounded validation accuracy (for ImageNet and Imagenette,
-of the last one, as in the paper); of several seeds the mean ± the sample standard deviation. Iterations per second and
-minutes are means over the seeds, with start-up, validation and checkpoints in them; the files have the seconds of each,
-and the rate of training alone."""
+of the last one, as in the paper); of several seeds the mean ± the sample standard deviation. Rows with dashes have no
+run yet. Iterations per second and minutes are means over the seeds, with start-up, validation and checkpoints in them;
+the files have the seconds of each, and the rate of training alone."""
 TINYIMAGENET = "The test set is the official validation set, which also selects the iteration, as in the paper."
 RUNNING = ("seeds", "iterations/s", "minutes")
 BEST = """\
@@ -112,10 +113,10 @@ Cell = list[RunRecord]
 def results_table(folder: Path) -> str:
     """The text of ``results/README.md``, from the runs in a folder and its subfolders.
 
-    Only cells that have runs appear, and all rows of the ImageNet tables. A cell more than 0.6 points below the paper
-    carries a mark, explained below the tables with a link to ``findings.md`` if the folder has one. Runs without a
-    recipe, or that differ from it as it is today in more than the seed, the machine and the speed, are listed apart,
-    each with its differences.
+    Columns of the paper's tables appear with all their rows if one of these has runs, and are named otherwise. A cell
+    more than 0.6 points below the paper carries a mark, explained below the tables with a link to ``findings.md`` if
+    the folder has one; a recipe with a note carries its number. Runs without a recipe, or that differ from it as it is
+    today in more than the seed, the machine and the speed, are listed apart, each with its differences.
     """
     runs = read_results(folder)
     faithful = grouped(run for run in runs if named(run) and not run.changes)
@@ -139,15 +140,16 @@ def short_tables(folder: Path) -> str:
     found = {place(cell[0]): cell for cell in cells}
     networks = [(data, model) for data in PAPER_DATA for model in ("vgg16", "resnet18", "mobilenetv2")]
     best = [row for network in networks for row in best_rows(network, found)]
-    rows = []
+    rows, notes = [], Notes()
     for data, model in networks:
         pair = [found.get((data, model, "", "ref")), found.get((data, model, "binary", "md-tanh-s"))]
         if all(pair):
             figures = [text for cell in pair if cell for text in (f"{cell[0].number('paper'):.2f}", mean(cell))]
-            rows.append([network_label(data, model), *figures])
+            marks = [notes.mark(Config.from_recipe(title(cell[0])).note) for cell in pair if cell]
+            rows.append([network_label(data, model) + "".join(marks), *figures])
     reproduced = markdown(["run", "float, paper", "float, ours", "binary, paper", "binary, ours"], rows)
     first = [BEST, markdown(BEST_HEADER, best)] if best else []
-    return "\n\n".join([*first, REPRODUCED, reproduced])
+    return "\n\n".join([*first, REPRODUCED, reproduced + notes.text()])
 
 
 def best_rows(network: tuple[str, str], found: dict[tuple[str, str, str, str], Cell]) -> list[list[str]]:
@@ -247,30 +249,55 @@ def in_paper(cell: Cell) -> bool:
 
 
 def paper_sections(cells: list[Cell]) -> list[str]:
-    """A section for each table of the paper, with a table for each of its columns."""
-    sections = []
-    for heading, label, levels, models in PAPER_TABLES:
-        section = []
+    """A section for each table of the paper, with a table for each of its columns that has runs; all empty if none."""
+    found = {title(cell[0]): cell for cell in cells if in_paper(cell) and place(cell[0])[0] in PAPER_DATA}
+    sections: list[str] = []
+    for heading, label, levels, models in PAPER_TABLES if found else ():
+        sections.append(f"## {heading} ({label})")
+        empty = []
         for data, model in ((data, model) for data in PAPER_DATA for model in models):
-            column = [cell for cell in cells if in_paper(cell) and place(cell[0])[:2] == (data, model)]
-            column = [cell for cell in column if place(cell[0])[2] in ("", levels)]
+            names = [
+                name
+                for name in recipes.names()
+                if name.startswith((f"{data}/{model}/{levels}/", f"{data}/{model}/ref"))
+            ]
+            names = [name for name in names if "paper" in recipes.get(name)]
             # REF stands in the binary and in the ternary table: alone, it is shown in the first of them only.
-            if column and (levels == "binary" or any(place(cell[0])[2] for cell in column)):
-                section += [f"### {network_label(data, model)}", paper_table(column)]
-                section += [TINYIMAGENET] if data == "tinyimagenet" else []
-        sections += [f"## {heading} ({label})", *section] if section else []
+            if any(name in found and (levels == "binary" or "/ref" not in name) for name in names):
+                sections += [f"### {network_label(data, model)}", paper_table(names, found)]
+                sections += [TINYIMAGENET] if data == "tinyimagenet" else []
+            elif names:
+                empty.append(network_label(data, model))
+        sections += [f"No runs yet: {'; '.join(empty)}."] if empty else []
     return sections
 
 
-def paper_table(column: list[Cell]) -> str:
-    """Our runs beside the paper's figures."""
-    rows = []
-    for cell in column:
-        paper, ours = cell[0].number("paper"), statistics.fmean(run.number("test_accuracy") for run in cell)
-        difference = round(ours - paper, 2)  # as printed, so that -0.60 is never marked
-        text = f"{difference:+.2f}{marked(difference)}"
-        rows.append([method(cell), f"{paper:.2f}", mean(cell), text, *running(cell)])
-    return markdown(["method", "paper", "ours", "difference", *RUNNING], rows)
+def paper_table(names: list[str], found: dict[str, Cell]) -> str:
+    """Our runs beside the paper's figures, with the notes of their recipes."""
+    rows, notes = [], Notes()
+    for name in sorted(names, key=lambda name: labels.method_order(name.split("/")[-1])):
+        config, cell = Config.from_recipe(name), found.get(name)
+        row = ["-"] * (2 + len(RUNNING))
+        if cell:
+            ours = statistics.fmean(run.number("test_accuracy") for run in cell)
+            difference = round(ours - config.paper, 2)  # as printed, so that -0.60 is never marked
+            row = [mean(cell), f"{difference:+.2f}{marked(difference)}", *running(cell)]
+        rows.append([method(name) + notes.mark(config.note if cell else ""), f"{config.paper:.2f}", *row])
+    return markdown(["method", "paper", "ours", "difference", *RUNNING], rows) + notes.text()
+
+
+class Notes(list[str]):
+    """Footnotes of a table, each once."""
+
+    def mark(self, note: str) -> str:
+        """The number of a note, to stand behind a word; nothing for no note."""
+        if note and note not in self:
+            self.append(note)
+        return f" {SUPERSCRIPTS[self.index(note)]}" if note else ""
+
+    def text(self) -> str:
+        """The notes, to stand below the table."""
+        return "".join(f"\n\n{SUPERSCRIPTS[i]} {note}".replace("*", r"\*") for i, note in enumerate(self))
 
 
 def marked(difference: float) -> str:
@@ -336,7 +363,10 @@ def outside_sections(cells: list[Cell]) -> list[str]:
             columns.setdefault(place(cell[0])[:2], []).append(cell)
     section = ["## Not in the paper"] if columns else []
     for (data, model), column in sorted(columns.items()):
-        rows = [[method(c), labels.levels(place(c[0])[2] or None, c[0].scale), mean(c), *running(c)] for c in column]
+        rows = [
+            [method(title(c[0])), labels.levels(place(c[0])[2] or None, c[0].scale), mean(c), *running(c)]
+            for c in column
+        ]
         section += [f"### {network_label(data, model)}"]
         section += [markdown(["method", "levels", "ours", *RUNNING], rows)]
     return section
@@ -359,9 +389,9 @@ def running(cell: Cell) -> list[str]:
     return [seeds, f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}", f"{seconds / 60:.1f}"]
 
 
-def method(cell: Cell) -> str:
-    """The method as the paper writes it, in Markdown."""
-    return labels.method(place(cell[0])[3]).replace("*", r"\*")
+def method(recipe: str) -> str:
+    """The method of a recipe as the paper writes it, in Markdown."""
+    return labels.method(recipe.split("/")[-1]).replace("*", r"\*")
 
 
 def mean(cell: Cell, key: str = "test_accuracy") -> str:

@@ -80,7 +80,8 @@ class _Line:
 
     def span(self, kind: str, key: str) -> dict[int, tuple[float, float, float]]:
         """Mean, minimum and maximum over the runs by step, at the steps that all runs with data have recorded."""
-        recorded = [values for run in self.runs if (values := run.series(kind, key))]
+        runs = [run for run in self.runs if run.validated or kind != "val"]
+        recorded = [values for run in runs if (values := run.series(kind, key))]
         shared = sorted(set.intersection(*map(set, recorded))) if recorded else []
         columns = {step: [values[step] for values in recorded] for step in shared}
         return {step: (math.fsum(v) / len(v), min(v), max(v)) for step, v in columns.items()}
@@ -93,7 +94,7 @@ class _Line:
 
     def best(self) -> list[tuple[int, float]]:
         """Step and value of each run's best validation accuracy; the later one of equals, as in training."""
-        every = [run.series("val", "accuracy") for run in self.runs]
+        every = [run.series("val", "accuracy") for run in self.runs if run.validated]
         return [max(values.items(), key=lambda point: (point[1], point[0])) for values in every if values]
 
 
@@ -178,14 +179,22 @@ def _dots(points: Collection[Any]) -> dict[str, Any]:
 
 
 def _draw_betas(ax: Axes, lines: Sequence[_Line]) -> None:
-    """β over the iterations; lines that coincide take turns in dashes."""
-    groups: dict[tuple[tuple[int, float], ...], list[_Line]] = {}
-    for line in lines:
-        groups.setdefault(tuple(line.betas().items()), []).append(line)
-    for points, group in groups.items():
-        for k, line in enumerate(group if points else ()):
-            dash = (6 * k, (6, 6 * (len(group) - 1))) if len(group) > 1 else "-"
-            ax.plot(*zip(*points, strict=True), color=line.colour, ls=dash, zorder=3, **_dots(points))
+    """β over the iterations; lines that coincide, at the steps that both have recorded, take turns in dashes."""
+    groups: list[list[_Line]] = []
+    for line in (line for line in lines if line.betas()):
+        found = next((group for group in groups if _coincide(line.betas(), group[0].betas())), [])
+        groups += [found] if not found else []
+        found.append(line)
+    for group in groups:
+        for k, line in enumerate(group):
+            dash, points = (6 * k, (6, 6 * (len(group) - 1))) if len(group) > 1 else "-", line.betas()
+            ax.plot(*zip(*points.items(), strict=True), color=line.colour, ls=dash, zorder=3, **_dots(points))
+
+
+def _coincide(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
+    """Whether two lines are the same where they share steps."""
+    shared = one.keys() & other.keys()
+    return bool(shared) and all(math.isclose(one[step], other[step], rel_tol=1e-6) for step in shared)
 
 
 def _scale(ax: Axes, values: Sequence[float]) -> None:

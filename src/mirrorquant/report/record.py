@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,11 @@ class RunRecord:
         return cls(path, config, summary, train, val)
 
     @property
+    def validated(self) -> bool:
+        """Whether the validation images were not among the training images."""
+        return bool(self.config.get("train_on") != "all")
+
+    @property
     def levels(self) -> str | None:
         """The levels of the configuration; None for a float network."""
         return None if self.config["method"] == "ref" else self.config.get("levels")
@@ -135,7 +141,10 @@ class RunRecord:
         return self.config["method"] != "ref" and layer not in floats
 
     def write_result(self, folder: Path) -> Path:
-        """Writes the summary to a folder of results, without the place of this machine's data; returns the file."""
+        """Writes the summary to a folder of results, without the place of this machine's data; returns the file.
+
+        A file of that name from before the recipe was changed is kept: its name now says what differs.
+        """
         places = ("data_root", "cache")
         overrides = {k: v for k, v in self.config["overrides"].items() if k not in places}
         config = {k: v for k, v in self.summary["config"].items() if k not in (*places, "overrides")}
@@ -144,9 +153,12 @@ class RunRecord:
         if len(name) > _LONGEST_NAME:
             digest = hashlib.sha256(json.dumps(self.changes).encode()).hexdigest()[:16]
             name = f"{name[: _LONGEST_NAME - 17]}-{digest}"
-        content = json.dumps({**self.summary, "config": config, "overrides": overrides}) + "\n"
-        _files.write_atomically(folder / f"{name}.json", content.encode(), RecordError)
-        return folder / f"{name}.json"
+        file, content = folder / f"{name}.json", json.dumps({**self.summary, "config": config, "overrides": overrides})
+        with suppress(RecordError):  # a damaged file is replaced
+            if file.exists() and (before := RunRecord.read(file)).changes != self.changes:
+                before.write_result(folder)
+        _files.write_atomically(file, f"{content}\n".encode(), RecordError)
+        return file
 
 
 def _timed(recipe: dict[str, Any], used: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:

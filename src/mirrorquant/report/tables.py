@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mirrorquant._text import printable, table
 from mirrorquant.report import labels
-from mirrorquant.report.record import RunRecord
+from mirrorquant.report.record import RecordError, RunRecord
 
 __all__ = ["compare_row", "compare_table", "duration", "grouped", "results_tables", "spread"]
 
@@ -20,7 +21,8 @@ def compare_row(record: RunRecord) -> dict[str, Any]:
     """One row of a comparison: method, levels and their scale, seed, bits per weight, accuracies in percent, seconds.
 
     ``soft`` is the test accuracy of the last soft network; ``val``, ``test`` and ``top5`` are those of the rounded one
-    that was kept.
+    that was kept. A run that trained on the validation images, too, has no ``val``; one that differs from its recipe
+    has no figure of the paper.
     """
     return {
         "method": record.name,
@@ -29,10 +31,10 @@ def compare_row(record: RunRecord) -> dict[str, Any]:
         "seed": record.config.get("seed"),
         "bits": record.summary.get("parameters", {}).get("bits"),
         "soft": record.number("test_accuracy_soft"),
-        "val": record.number("val_accuracy"),
+        "val": record.number("val_accuracy") if record.validated else None,
         "test": record.number("test_accuracy"),
         **({"top5": record.number("test_top5")} if "test_top5" in record.summary else {}),
-        "paper": record.summary.get("paper"),
+        "paper": None if record.changes else record.summary.get("paper"),
         "seconds": record.number("seconds"),
     }
 
@@ -53,7 +55,8 @@ def compare_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """
     groups = grouped(rows)
     several, top5 = any(len(group) > 1 for group in groups.values()), any("top5" in row for row in rows)
-    numbers = ["last soft %", "rounded val %", "rounded test %", *["top-5 %"] * top5]
+    paper = any(row.get("paper") for row in rows)
+    numbers = ["last soft %", "rounded val %", "rounded test %", *["top-5 %"] * top5, *["paper %"] * paper]
     numbers.append("time per run" if several else "time")
     text = [["method", "levels", "bits per weight", *["seeds"] * several, *numbers]]
     for (method, _), group in groups.items():
@@ -63,7 +66,8 @@ def compare_table(rows: Sequence[Mapping[str, Any]]) -> str:
         time = duration(statistics.fmean(seconds) if seconds else None)
         levels = labels.levels(group[0].get("levels"), group[0].get("scale", ""))
         bits = spread([group[0].get("bits")])
-        text.append([method, levels, bits, *seeds, *accuracies, time])
+        figure = [spread([group[0].get("paper")])] * paper
+        text.append([method, levels, bits, *seeds, *accuracies, *figure, time])
     return table(text, ["bits per weight", *numbers], rule=True)
 
 
@@ -77,11 +81,21 @@ def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[Kind, list[Mapping[str, A
 
 
 def results_tables(records: Sequence[RunRecord]) -> str:
-    """Runs kept as results: one table per data set and model. Runs that differ from their recipe show how."""
+    """Runs kept as results: one table per data set and model. Runs that differ from their recipe show how.
+
+    Raises:
+        RecordError: two files hold runs that do not even differ in their seed.
+    """
     tasks: dict[str, list[dict[str, Any]]] = {}
+    seen: dict[tuple[str, Any], Path] = {}
     for record in sorted(records, key=lambda record: labels.method_order(record.name)):
+        run, path = (record.experiment, record.config.get("seed")), record.path
+        if seen.setdefault(run, path) is not path:
+            raise RecordError(f"{path}: {record.name} with seed {run[1]} is in {seen[run]} too; keep one")
+        row, recipe = compare_row(record), record.config["recipe"]
         changes = "".join(f" {key}={value}" for key, value in record.changes.items() if key != "method")
-        row = {**compare_row(record), "method": printable(record.name + changes)}
+        elsewhere = not recipe.startswith("/".join(str(record.config.get(key)) for key in ("data", "model")))
+        row["method"] = printable(record.name + changes + f" (of {recipe})" * bool(recipe and elsewhere))
         tasks.setdefault(printable(labels.task(record.config)), []).append(row)
     tables = [f"{task}\n\n{compare_table(rows)}\n" for task, rows in sorted(tasks.items())]
     return "\n".join(tables) or "There are no runs yet: mirrorquant train --results FOLDER keeps one in a folder."

@@ -405,6 +405,7 @@ class Run:
             },
             "curve": [[line["step"], round(line["accuracy"], 3)] for line in lines if line["kind"] == "val"],
             "loss_curve": [[line["step"], round(line["loss"], 5)] for line in lines if line["kind"] == "train"],
+            "val_loss_curve": [[line["step"], round(line["loss"], 5)] for line in lines if line["kind"] == "val"],
             "parameters": {
                 "total": total,
                 "quantized": sum(row["count"] for row in rows if row["bits"] < 32),
