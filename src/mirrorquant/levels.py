@@ -167,8 +167,9 @@ class Scale:
     Args:
         per: one factor per "tensor", or one per output "channel" (dimension 0) of a matrix or kernel.
         how: "fixed" as computed from the initial weights; "computed" again from the latent at each step; or "learnt" by
-            the base optimizer with dL/dc = Σ P(w̃ / c) · dL/dw. "auto" is "computed" for the methods whose latent is
-            on the scale of the weights, and "fixed" for the others.
+            the base optimizer, with dL/dc = Σ P(w̃ / c) · dL/dw; it moves log c, so that c stays positive and changes
+            in proportion. "auto" is "computed" for the methods whose latent is on the scale of the weights, and "fixed"
+            for the others.
         size: "mean" for :attr:`Levels.fit` · mean |w|, or "he" for √(2 / fan-in), which is never "computed".
     """
 

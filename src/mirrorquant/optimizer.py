@@ -45,7 +45,7 @@ from mirrorquant.health import HealthWarning, advice, health, local
 from mirrorquant.levels import Levels
 from mirrorquant.methods import REF, Method
 from mirrorquant.methods.base import State
-from mirrorquant.quantized import Quantized, project, pull_back, settle
+from mirrorquant.quantized import Quantized, from_logs, project, pull_back, settle, to_logs
 from mirrorquant.schedules import Schedule
 from mirrorquant.select import listed, summarized
 
@@ -176,11 +176,14 @@ class MirrorDescent(Optimizer):
         self._refuse_inside("step()")
         after = self._prepare()
         loss = None
-        if closure is None:
-            self._pull_back()
-            self.base.step()
-        else:
-            loss = self.base.step(lambda: self._evaluate(closure))
+        try:
+            if closure is None:
+                self._pull_back()
+                self.base.step()
+            else:
+                loss = self.base.step(lambda: self._evaluate(closure))
+        finally:
+            from_logs(self._quantized())
         if not self.finalized:
             settle(self._quantized())
         for state in self.state.values():
@@ -363,6 +366,10 @@ class MirrorDescent(Optimizer):
         return betas
 
     def _evaluate(self, closure: Closure) -> Any:
+        from_logs(self._quantized())
+        for state in self.state.values():
+            if "scale" in state:
+                state["scale"].grad = None  # it is no logarithm until the next pull_back, even after an exception
         self._write(rounded=False)
         with torch.enable_grad():
             loss = closure()
@@ -375,6 +382,7 @@ class MirrorDescent(Optimizer):
             self._refuse_bad_gradients()
         if not self.finalized:
             pull_back(self._quantized())
+            to_logs(self._quantized())
 
     def _advance(self, betas: list[float]) -> None:
         """Sets β_{k+1} until finalized, and copies back the values that the base optimizer keeps in its groups."""

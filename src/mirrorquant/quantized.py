@@ -14,7 +14,7 @@ from mirrorquant.health import local
 from mirrorquant.methods.base import Method, State
 from mirrorquant.mirrors import Beta
 
-__all__ = ["Quantized", "project", "pull_back", "settle"]
+__all__ = ["Quantized", "from_logs", "project", "pull_back", "settle", "to_logs"]
 
 
 class Quantized(NamedTuple):
@@ -54,12 +54,29 @@ class Quantized(NamedTuple):
 
 
 def pull_back(tensors: list[Quantized]) -> None:
-    """latent.grad = pull_back(weight.grad), and the gradients of learnt scales."""
+    """latent.grad = pull_back(weight.grad), and the gradients of the logarithms of learnt scales."""
     for _, weight, state, method, beta, _ in tensors:
         grad = weight.grad
         _set_grad(state["latent"], None if grad is None else method.gradient(grad, state, beta))
         if method.learns_scale:
-            _set_grad(state["scale"], None if grad is None else method.scale_gradient(grad, state, beta))
+            _set_grad(state["scale"], None if grad is None else method.scale_gradient(grad, state, beta) * state["scale"])
+
+
+def to_logs(tensors: list[Quantized]) -> None:
+    """Learnt scales become their logarithms while the base optimizer moves them, so that they stay positive."""
+    for scale in _moving_scales(tensors):
+        scale.log_()
+
+
+def from_logs(tensors: list[Quantized]) -> None:
+    """The inverse, afterwards."""
+    for scale in _moving_scales(tensors):
+        scale.exp_()
+
+
+def _moving_scales(tensors: list[Quantized]) -> list[Tensor]:
+    scales = [q.state["scale"] for q in tensors if q.method.learns_scale]
+    return [scale for scale in scales if scale.grad is not None]
 
 
 def settle(tensors: list[Quantized]) -> None:

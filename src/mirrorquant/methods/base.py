@@ -177,7 +177,7 @@ class Method:
         return self.pull_back(grad, self._unit(state, beta), beta, **self._more("pull_back", state))
 
     def scale_gradient(self, grad: Tensor, state: State, beta: Beta) -> Tensor:
-        """The gradient of a learnt scale: Σ P(latent / c) · dL/dw over the weights that share it."""
+        """The gradient of a learnt scale, dL/dc = Σ P(latent / c) · dL/dw over the weights that share it."""
         grad = grad.to_dense() if grad.is_sparse else grad
         return (grad.to(state["scale"].dtype) * self._projected(state, beta)).sum_to_size(state["scale"].shape)
 
@@ -190,8 +190,6 @@ class Method:
             latent = latent if hull is None else latent * hull
         if self.scale is not None and self.scale.how == "computed":
             self.refit({**state, "latent": latent})
-        elif self.learns_scale:
-            state["scale"].clamp_(min=torch.finfo(latent.dtype).tiny)
         return latent
 
     def holds(self, weight: Tensor, state: State) -> bool:

@@ -30,7 +30,7 @@ from mirrorquant._text import first_line
 from mirrorquant.data import Images, Loader, StreamedLoader
 from mirrorquant.methods import REF, Method
 from mirrorquant.optimizer import MirrorDescent, beta_at
-from mirrorquant.quantized import Quantized, project, pull_back, settle
+from mirrorquant.quantized import Quantized, from_logs, project, pull_back, settle, to_logs
 from mirrorquant.train import beside, compiling
 from mirrorquant.train.distributed import statistics
 from mirrorquant.train.engine import PlainEngine, Unsupported
@@ -174,8 +174,10 @@ class GraphEngine(PlainEngine):
         groups = [part.quantized(self.knobs) for part in self.moving]
         with torch.no_grad():
             pull_back(groups)
+            to_logs(groups)
             if self.base is not None:
                 inspect.unwrap(type(self.base).step)(self.base)  # without the hooks around it, which break the graph
+            from_logs(groups)
             settle(groups)
             project([part.quantized(self.knobs, _NEXT) for part in self.moving], rounded=False)
 
