@@ -59,7 +59,8 @@ def pull_back(tensors: list[Quantized]) -> None:
         grad = weight.grad
         _set_grad(state["latent"], None if grad is None else method.gradient(grad, state, beta))
         if method.learns_scale:
-            _set_grad(state["scale"], None if grad is None else method.scale_gradient(grad, state, beta) * state["scale"])
+            scale = state["scale"]
+            _set_grad(scale, None if grad is None else scale.detach() * method.scale_gradient(grad, state, beta))
 
 
 def to_logs(tensors: list[Quantized]) -> None:
