@@ -54,6 +54,19 @@ def test_eval_says_whether_the_weights_are_on_their_levels(run_folder, capsys):
     assert result["weights_off_their_levels"] == []
 
 
+def test_the_loss_is_that_of_training_also_from_a_file(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["train", *TINY, "logit_scale=0.125", "--out", str(run), "--quiet"]) == 0
+    assert main(["pack", str(run)]) == 0
+    step = json.loads((run / "summary.json").read_text())["best_step"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    expected = next(line["loss"] for line in lines if line["kind"] == "val" and line["step"] == step)
+    for what in (run, run / "packed.safetensors"):
+        capsys.readouterr()
+        assert main(["eval", str(what), "--split", "val", "--data", "digits", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(expected, rel=1e-4)
+
+
 def test_eval_says_that_a_float_network_has_no_levels(tmp_path, capsys):
     assert main(["train", "digits/digitsnet/ref", *TINY, "--out", str(tmp_path / "ref"), "--quiet"]) == 0
     assert main(["eval", str(tmp_path / "ref")]) == 0

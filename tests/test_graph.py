@@ -98,6 +98,12 @@ def test_both_engines_train_alike(method):
     assert_alike(lambda: build.task(config(method=method)))
 
 
+def test_both_engines_learn_alike_from_a_teacher(tmp_path):
+    Run(config("iterations=5", method="ref"), tmp_path / "teacher", quiet=True).train()
+    taught = ["augment=crop-flip", f"teacher={tmp_path / 'teacher'}", "hard_share=0.3"]
+    assert_alike(lambda: build.task(config(*taught)))
+
+
 def test_both_engines_train_alike_on_mixed_images_and_smooth_labels():
     assert_alike(lambda: build.task(config(*MIXED.split())))
 

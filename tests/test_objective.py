@@ -5,7 +5,7 @@ import torch
 from test_train import SHORT, assert_identical, config, signalled
 from torch import nn
 
-from mirrorquant.train import Best, Config, ConfigError, Interrupted, Run
+from mirrorquant.train import Best, Config, ConfigError, Interrupted, Run, build
 from mirrorquant.train.objective import Batch, Objective, TeacherError
 
 
@@ -65,6 +65,13 @@ def test_distillation_is_a_divergence_from_the_teacher_beside_the_labels(logits,
     assert logits.grad.abs().sum() > 0
 
 
+def test_any_callable_may_teach_if_its_answers_fit(logits, batch):
+    objective = Objective(teacher=lambda images: logits.detach().sum(1, keepdim=True))
+    expected = r"^teacher function gives \(6, 1\) for images of shape \(6, 1, 2, 2\), expected \(6, 5\), one number per"
+    with pytest.raises(TeacherError, match=expected):
+        objective(logits, batch)
+
+
 def test_a_tally_counts_right_answers_and_sums_losses_without_smoothing(logits, batch):
     right, among, loss = Objective(label_smoothing=0.3, logit_scale=0.5).tally(logits, batch.labels)
     assert int(right) == int((logits.argmax(1) == batch.labels).sum())
@@ -94,6 +101,38 @@ def test_a_run_learns_from_the_best_network_of_another_and_resumes_bit_exactly(t
         signalled(Run(settings, tmp_path / "cut", quiet=True), 17).train()
     Run.resume(tmp_path / "cut", quiet=True).train()
     assert_identical(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_a_teacher_has_the_logit_scale_that_it_was_trained_with(tmp_path):
+    settings = config("width=4", "logit_scale=0.25", recipe="digits/digitsnet/ref")
+    Run(settings, tmp_path / "teacher", quiet=True).train()
+    student = Run(config("width=4", f"teacher={tmp_path / 'teacher'}"), tmp_path / "student", quiet=True)
+    images = student.task.batch(0).images
+    with torch.no_grad():
+        expected = Best.load(tmp_path / "teacher").model(images) / 4
+        torch.testing.assert_close(student.task.objective.teacher(images), expected)
+    student.folder.release()
+
+
+def test_loading_a_network_leaves_the_generator_alone(teacher):
+    state = torch.get_rng_state()
+    Best.load(teacher)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("engine", ["plain", "graph"])
+def test_a_teacher_sees_the_very_images_of_the_student(tmp_path, teacher, engine):
+    """Augmented, and of several parts each its own."""
+    settings = config("width=4", "augment=crop-flip", f"teacher={teacher}", f"engine={engine}", "accumulate=4")
+    run, seen, taught = Run(settings, tmp_path / "run", quiet=True), [], []
+    run.task.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach().clone()))
+    run.task.objective.teacher.register_forward_pre_hook(lambda _, inputs: taught.append(inputs[0].clone()))
+    for _ in range(2):
+        run.advance()
+    run.folder.release()
+    assert len(seen) == len(taught) == 8
+    assert all(torch.equal(a, b) for a, b in zip(seen, taught, strict=True))
+    assert not torch.equal(seen[0], seen[1])
 
 
 class Shy(nn.Module):
@@ -167,6 +206,8 @@ def test_a_teacher_of_other_classes_or_none_at_all_is_an_error(tmp_path, teacher
     other = Config.from_recipe("digits/digitsnet/ref", [*SHORT, "data=synthetic:1x8x8:7", f"teacher={teacher}"])
     with pytest.raises(ConfigError, match=r"teacher .* has 10 classes, but there are 7"):
         Run(other, tmp_path / "run", quiet=True)
+    with pytest.raises(ConfigError, match=r"^teacher .* was trained on digits, but this run trains on fashion-mnist"):
+        build._teacher(Config.from_recipe("fashion-mnist/digitsnet/ref", [f"teacher={teacher}"]), 10)
     with pytest.raises(ConfigError, match=r"^teacher .*nowhere: .*nowhere/config\.json cannot be read"):
         Run(config(f"teacher={tmp_path / 'nowhere'}"), tmp_path / "other", quiet=True)
     with pytest.raises(ConfigError, match=r"^teacher nowhere:Mine: .* there is no module 'nowhere'"):

@@ -31,6 +31,7 @@ from mirrorquant import BINARY, Method, models
 from mirrorquant.cli import main
 from mirrorquant.data import DataError, load
 from mirrorquant.train import (
+    Best,
     CheckpointError,
     Config,
     ConfigError,
@@ -43,7 +44,7 @@ from mirrorquant.train import (
     checkpoint,
     recipes,
 )
-from mirrorquant.train.evaluate import Score
+from mirrorquant.train.evaluate import Score, score
 from mirrorquant.train.metrics import Metrics, read_metrics
 from mirrorquant.train.progress import Progress
 
@@ -242,9 +243,13 @@ def test_recalibration_averages_the_statistics_of_the_batches():
 
 
 def test_the_best_network_is_saved_with_the_statistics_of_its_recalibration(tmp_path):
-    Run(config("iterations=10", "recalibrate=2"), tmp_path / "run", quiet=True).train()
-    best = checkpoint.load(tmp_path / "run" / "best.pt")["model"]
-    assert [int(best[f"bn{i}.num_batches_tracked"]) for i in (1, 2, 3)] == [2, 2, 2]
+    run = Run(config("iterations=10", "recalibrate=2"), tmp_path / "run", quiet=True)
+    summary = run.train()
+    best = Best.load(tmp_path / "run")
+    assert [int(getattr(best.model, f"bn{i}").num_batches_tracked) for i in (1, 2, 3)] == [2, 2, 2]
+    inputs = [best.model.conv1(run.task.batch(k).images) for k in range(2)]  # training images, not always the same
+    torch.testing.assert_close(best.model.bn1.running_mean, torch.stack([x.mean((0, 2, 3)) for x in inputs]).mean(0))
+    assert summary["val_accuracy"] == score(best.model, run.task.data.val, run.task.data).accuracy
 
 
 def losses_of(folder, *overrides):
@@ -1091,7 +1096,9 @@ def test_a_summary_of_wrong_content_is_refused_in_one_line(finished, tmp_path, c
 def test_training_on_all_images_keeps_the_last_network(tmp_path):
     changed = ["iterations=60", "eval_every=20", "width=4", "train_on=all", "keep=last"]
     run = Run(Config.from_recipe(DIGITS, changed), tmp_path / "run", quiet=True)
-    assert len(run.task.data.train) == 1257 + 180
+    data, joined = load("digits"), run.task.data.train
+    assert torch.equal(joined.images, torch.cat([data.train.images, data.val.images]))
+    assert torch.equal(joined.labels, torch.cat([data.train.labels, data.val.labels]))
     summary = run.train()
     assert summary["best_step"] == 60
     assert summary["test_accuracy"] == summary["test_accuracy_last"]

@@ -24,9 +24,11 @@ from mirrorquant.packing import PackedModel, PackError, kernels
 from mirrorquant.summary import summary as summarize
 from mirrorquant.train import Best, Config, ConfigError, build
 from mirrorquant.train.evaluate import MANY_CLASSES, layers, score
+from mirrorquant.train.objective import Objective
 from mirrorquant.train.run_folder import BEST
 
 PACKED = ".safetensors"
+_Evaluated = tuple[nn.Module, data.Data, Objective, dict[str, Any], str]
 _ENDINGS = {"onnx": ".onnx", "openvino": ".xml"}
 _RUNTIMES = {".onnx": ("onnx", "OnnxModel"), ".xml": ("openvino", "OpenVinoModel")}
 
@@ -59,10 +61,10 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 def evaluate(options: argparse.Namespace) -> None:
     """Evaluate the best rounded network of a run, or a file made from it."""
     from_file = options.what.suffix in (PACKED, *_RUNTIMES)
-    model, images, result, text = _from_file(options) if from_file else _from_run(options)
+    model, images, objective, result, text = _from_file(options) if from_file else _from_run(options)
     result |= {"split": options.split, "data": images.name}
     try:
-        result |= score(model, getattr(images, options.split), images)._asdict()
+        result |= score(model, getattr(images, options.split), images, objective)._asdict()
     except Exception as error:
         raise PackError(f"{options.what} cannot be tested on {images}: {first_line(error)}") from error
     for problem in getattr(getattr(images, options.split), "problems", ()):
@@ -74,8 +76,8 @@ def evaluate(options: argparse.Namespace) -> None:
     print(f"{images.name} {options.split}: {result['accuracy']:.2f} %{top5} (loss {result['loss']:.4f})\n{text}")
 
 
-def _from_run(options: argparse.Namespace) -> tuple[nn.Module, data.Data, dict[str, Any], str]:
-    """The network of a run, its images, and whether its weights are on their levels, as facts and as a text."""
+def _from_run(options: argparse.Namespace) -> _Evaluated:
+    """The network of a run, its images and loss, and whether its weights are on their levels, as facts and as text."""
     best = _best(options)
     config, off, device = best.config, best.off_levels, build.device(best.config)
     images = _sized(_images(config.data, config.data_root, options), best.images).to(device)
@@ -87,11 +89,18 @@ def _from_run(options: argparse.Namespace) -> tuple[nn.Module, data.Data, dict[s
     text = text if count else "a float network: none of its tensors is quantized"
     text = f"off their levels: {off}" if off else text
     facts = {"folder": str(options.what), "weights_off_their_levels": off, "problems": problems}
-    return best.model.to(device), images, facts, "\n".join([text, *(f"warning: {problem}" for problem in problems)])
+    objective = Objective(logit_scale=config.logit_scale)
+    return (
+        best.model.to(device),
+        images,
+        objective,
+        facts,
+        "\n".join([text, *(f"warning: {problem}" for problem in problems)]),
+    )
 
 
-def _from_file(options: argparse.Namespace) -> tuple[nn.Module, data.Data, dict[str, Any], str]:
-    """The network of a packed or exported file, its images, and its size and runtime, as facts and as a text."""
+def _from_file(options: argparse.Namespace) -> _Evaluated:
+    """The network of a packed or exported file, its images and loss, and its size and runtime, as facts and as text."""
     path = options.what
     if path.suffix == PACKED:
         model: Any = _packed(options)
@@ -107,7 +116,9 @@ def _from_file(options: argparse.Namespace) -> tuple[nn.Module, data.Data, dict[
     size = sum(file.stat().st_size for file in _files_of(path))
     facts = {"file": str(path), "bytes": size}
     images = _sized(_images(named, Config.data_root, options), model.about)
-    return model, images, facts, f"{size:,} bytes, run {how}"
+    scale = model.about.get("logit_scale", 1.0)
+    objective = Objective(logit_scale=float(scale) if isinstance(scale, int | float) else 1.0)
+    return model, images, objective, facts, f"{size:,} bytes, run {how}"
 
 
 def _sized(images: data.Data, about: Mapping[str, Any]) -> data.Data:

@@ -53,7 +53,7 @@ def reproduce(options: argparse.Namespace) -> None:
     configs = _configs(cells, options.overrides)
     for config in configs.values() if options.out != Path("runs") else ():
         for key, value in (("init", config.init), ("teacher", config.teacher)):
-            if value.startswith("runs/"):
+            if value.startswith("runs/") and key not in config.overrides:
                 raise ConfigError(f"{key} of {config.recipe} is {value}, another cell: leave out --out, or set {key}=")
     done = _results(options.results, configs)
     needed = {source for cell in cells if cell not in done for source in _sources(configs[cell], options.table)}

@@ -52,8 +52,7 @@ def resolve(config: Config) -> Config:
 
 
 def model(config: Config, classes: int, channels: int) -> nn.Module:
-    """The model with the paper's initialization, drawn from the seed; a custom model initializes itself."""
-    torch.manual_seed(config.seed)
+    """The model with the paper's initialization, drawn from the seed; a custom model draws its own from torch's."""
     if ":" in config.model:
         return models.build(config.model, classes)
     options = {"channels": channels, **dataclasses.asdict(config)}
@@ -175,23 +174,26 @@ def _without_norm_decay(groups: list[dict[str, Any]], model: nn.Module) -> list[
 def objective(config: Config, classes: int, device: torch.device) -> Objective:
     """The objective, with its teacher on the device if there is one."""
     options = {each.name: config[each.name] for each in dataclasses.fields(Objective)}
-    teacher = Teacher(config.teacher, _teacher(config.teacher, classes), classes).to(device) if config.teacher else None
+    teacher = _teacher(config, classes).to(device) if config.teacher else None
     return Objective(**{**options, "teacher": teacher})
 
 
-def _teacher(name: str, classes: int) -> nn.Module:
-    """The best network of a run, or the module that a user's function returns."""
+def _teacher(config: Config, classes: int) -> Teacher:
+    """The best network of a run with its factor on the logits, or the module that a user's function returns."""
     from mirrorquant.train.run_folder import Best  # which builds models itself
 
+    name = config.teacher
     try:
         if not Path(name).exists() and ":" in name:
-            return models.build(name, classes)
+            return Teacher(name, models.build(name, classes))
         best = Best.load(name)
     except MirrorquantError as error:
         raise ConfigError(f"teacher {name}: {error}") from error
     if best.images["classes"] != classes:
         raise ConfigError(f"teacher {name} has {best.images['classes']} classes, but there are {classes}")
-    return best.model
+    if best.config.data != config.data and not any(":" in data for data in (best.config.data, config.data)):
+        raise ConfigError(f"teacher {name} was trained on {best.config.data}, but this run trains on {config.data}")
+    return Teacher(name, best.model, best.config.logit_scale)
 
 
 def data(config: Config, *, download: bool = True, say: Callable[[str], None] = print) -> Data:
@@ -234,6 +236,7 @@ def task(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     config = config.timed(loader.batches_per_epoch)
+    torch.manual_seed(config.seed)
     network = model(config, classes, images.shape[0])
     if init and config.init:
         start_from(config.init, network)

@@ -150,7 +150,9 @@ class Config:
     label_smoothing: float = _objective(0.0, "share of the target spread over all classes", least=0, most=1)
     logit_scale: float = _objective(1.0, "constant factor of the logits", least=1e-6, most=1e6)
     teacher: str = _objective("", "network to distil from: a run (its best), or MODULE:FUNCTION; empty for none")
-    temperature: float = _objective(4.0, "of both softmaxes in distillation", least=1e-3, most=1e3, used="teacher!=")
+    temperature: float = _objective(
+        4.0, "of both softmaxes in distillation", least=1e-3, most=1e3, used="teacher!= hard_share!=1.0"
+    )
     hard_share: float = _objective(0.1, "weight of the labels beside the teacher", least=0, most=1, used="teacher!=")
 
     # Training, and its arithmetic; auto is chosen for speed.
@@ -292,7 +294,7 @@ class Config:
         for name in self.overrides:
             conditions = re.findall(r"(\w+)(!?)=(\S*)", KEYS[name].used)
             known = [each for each in conditions if not (each[0].endswith("_schedule") and ":" in self[each[0]])]
-            unmet = [other for other, no, values in known if (self[other] in values.split(",")) == bool(no)]
+            unmet = [other for other, no, values in known if (str(self[other]) in values.split(",")) == bool(no)]
             option = KEYS[name].section == "model" and name not in ("model", "init")
             if option and (":" in self.model or name not in models.options(self.model)):
                 unmet.append("model")

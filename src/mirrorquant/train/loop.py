@@ -365,6 +365,7 @@ class Run:
         if config.recalibrate:
             recalibrate(task.model, (task.loader.batch(k)[0] for k in range(config.recalibrate)))
             self.world.average(distributed.statistics(task.model))
+        val = task.evaluate(task.data.val).accuracy if config.recalibrate else self.best_accuracy
         test = task.evaluate(task.data.test)
         self.supply.name_problems()
         images = {"classes": len(task.data.classes), "shape": list(task.data.shape)}
@@ -380,7 +381,7 @@ class Run:
             "overrides": config.overrides,
             "paper": config.paper or None,
             "best_step": self.best_step,
-            "val_accuracy": self.best_accuracy,
+            "val_accuracy": val,
             "test_accuracy": test.accuracy,
             "test_accuracy_soft": soft.accuracy,
             "test_accuracy_last": last.accuracy,

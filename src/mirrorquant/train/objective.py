@@ -41,11 +41,11 @@ class TeacherError(MirrorquantError):
 
 
 class Teacher(nn.Module):
-    """A network in evaluation mode, with the name and the number of classes for its errors."""
+    """A network in evaluation mode, with the factor on its logits that it was trained with; its errors name it."""
 
-    def __init__(self, name: str, network: nn.Module, classes: int) -> None:
+    def __init__(self, name: str, network: nn.Module, logit_scale: float = 1.0) -> None:
         super().__init__()
-        self.name, self.network, self.classes = name, network, classes
+        self.name, self.network, self.logit_scale = name, network, logit_scale
         self.requires_grad_(False).eval()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -55,12 +55,7 @@ class Teacher(nn.Module):
         except Exception as error:
             problem = f"teacher {self.name} fails on images of shape {tuple(images.shape)}"
             raise TeacherError(f"{problem}: {first_line(error)}") from error
-        shape = answers.shape if isinstance(answers, Tensor) else type(answers).__name__
-        if shape != (len(images), self.classes):  # it would be broadcast
-            given = f"teacher {self.name} gives {tuple(shape) if isinstance(shape, torch.Size) else shape}"
-            expected = f"expected {(len(images), self.classes)}, one number per image and class"
-            raise TeacherError(f"{given} for images of shape {tuple(images.shape)}, {expected}")
-        return answers
+        return answers if self.logit_scale == 1.0 else answers * self.logit_scale
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,8 @@ class Objective:
 
     With a teacher, the loss is ``hard_share`` of that plus ``1 - hard_share`` of the Kullback-Leibler divergence from
     the teacher's probabilities, both softened by the temperature T, times T² (so that gradients do not shrink with T).
-    The teacher is a network in evaluation mode on the device of the images; no gradient reaches it.
+    The teacher is a network in evaluation mode on the device of the images; no gradient reaches it, and ``logit_scale``
+    is not applied to its logits.
     """
 
     label_smoothing: float = 0.0
@@ -85,10 +81,23 @@ class Objective:
         if self.teacher is None:
             return hard
         with torch.no_grad():
-            taught = F.log_softmax(self.teacher(batch.images) / self.temperature, 1)
+            taught = F.log_softmax(self._answers(batch.images, logits.shape) / self.temperature, 1)
         learnt = F.log_softmax(logits / self.temperature, 1)
         soft = F.kl_div(learnt, taught, reduction="batchmean", log_target=True) * self.temperature**2
         return self.hard_share * hard + (1 - self.hard_share) * soft
+
+    def _answers(self, images: Tensor, expected: torch.Size) -> Tensor:
+        """The teacher's logits, of the expected shape: others would be broadcast."""
+        assert self.teacher is not None
+        answers = self.teacher(images)
+        shape = answers.shape if isinstance(answers, Tensor) else type(answers).__name__
+        if shape != expected:
+            given = f"gives {tuple(shape) if isinstance(shape, torch.Size) else shape}"
+            raise TeacherError(
+                f"teacher {getattr(self.teacher, 'name', type(self.teacher).__name__)} {given} for images of shape "
+                f"{tuple(images.shape)}, expected {tuple(expected)}, one number per image and class"
+            )
+        return answers
 
     def tally(self, logits: Tensor, labels: Tensor) -> Tensor:
         """For validation: how many answers are right, how many labels are among the first five, and Σ cross-entropy.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from mirrorquant import _files
@@ -31,7 +32,7 @@ __all__ = ["Best", "RunError", "RunFolder"]
 BEST = ("best.pt", "best.mq")  # the second name is from version 0.1
 CHECKPOINT = ("checkpoint.pt", "checkpoint.pt.previous", "checkpoint.mq", "checkpoint.mq.previous")
 _T = TypeVar("_T")
-_ORIGIN = ("recipe", "data", "model", "method", "levels", "seed")
+_ORIGIN = ("recipe", "data", "model", "method", "levels", "seed", "logit_scale")
 
 
 class RunError(MirrorquantError, RuntimeError):
@@ -176,7 +177,8 @@ class Best:
         if expected is not None and expected.identity != config.identity:
             raise ConfigError(f"{path} belongs to another configuration than config.json")
         images = state["images"]
-        model = build.model(config, images["classes"], images["shape"][0])
+        with torch.random.fork_rng(devices=[]):  # of the weights that are drawn here, nothing is left
+            model = build.model(config, images["classes"], images["shape"][0])
         opt = build.optimizer(config, model, 1)
         model.load_state_dict(state["model"])
         return cls(model.eval(), opt, expected or config, images, path)
