@@ -98,6 +98,36 @@ def test_latents_are_averaged_and_then_rounded(levels):
     assert torch.equal(model[0].weight, soft)
 
 
+@pytest.mark.parametrize("levels", [mq.BINARY, mq.levels.auto(how="learnt")], ids=str)
+def test_a_resumed_loop_keeps_its_best_network_and_its_average(levels, tmp_path):
+    def watch(model, opt):
+        kept.update(best=mq.Best(model, opt), average=mq.Average(opt, 0.9))
+
+        def keep(k):
+            kept["average"].update()
+            kept["best"].update(-abs(k - 7))
+
+        return keep
+
+    kept: dict = {}
+    trained(12, levels=levels, watch=watch)
+    torch.save({name: each.state_dict() for name, each in kept.items()}, tmp_path / "kept.pt")
+    saved = torch.load(tmp_path / "kept.pt", weights_only=True)
+    model, opt = trained(12, levels=levels)
+    best, average = mq.Best(model, opt), mq.Average(opt, 0.9)
+    best.load_state_dict(saved["best"])
+    average.load_state_dict(saved["average"])
+    assert (best.score, best.stale, average.updates) == (0, 4, 12)
+    assert all(torch.equal(a, b) for a, b in zip(average.tensors, kept["average"].tensors, strict=True))
+    best.restore()
+    assert all(torch.equal(tensor, kept["best"].state[name]) for name, tensor in model.state_dict().items())
+    other = mq.MirrorDescent(torch.optim.Adam(nn.Linear(3, 2).parameters()), "bc")
+    with pytest.raises(
+        ValueError, match=r"another optimizer: its tensors have the shapes .*, expected \[\(2, 3\), \(2,\)\]"
+    ):
+        mq.Average(other).load_state_dict(saved["average"])
+
+
 def test_what_cannot_be_kept_is_an_error():
     model, opt = trained(1)
     with pytest.raises(RuntimeError, match="no network was kept"):

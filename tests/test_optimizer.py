@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import pytest
 import torch
@@ -893,6 +894,43 @@ def test_the_state_of_another_method_is_refused(theirs, message):
     with pytest.raises(ValueError, match=message):
         opt.load_state_dict(theirs().state_dict())
     assert same(before, snapshot(model, opt))
+
+
+def test_a_scheduler_of_the_base_optimizer_is_refused():
+    """It would have no effect, whether it is attached before or afterwards, even in the middle of training."""
+    model = small_network()
+    opt = wrap(model)
+    train(model, opt, 2)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt.base, 1)
+    before = snapshot(model, opt)
+    with pytest.raises(RuntimeError, match="has a learning-rate scheduler: attach it to MirrorDescent instead"):
+        train(model, opt, 1)
+    assert same(before, snapshot(model, opt))
+    del scheduler
+
+
+def test_steps_of_the_base_optimizer_alone_are_noticed():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    base = torch.optim.Adam(mq.split(model))
+    opt = mq.MirrorDescent(base, "bc")
+    model(torch.randn(8, 3)).sum().backward()
+    base.step()
+    with pytest.raises(
+        RuntimeError, match=r"base optimizer has taken steps by itself, .* call step\(\) and zero_grad\(\)"
+    ):
+        opt.finalize()
+    opt.step()
+    opt.finalize()
+
+
+def test_vectors_that_nobody_chose_to_quantize_are_reported():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    with pytest.warns(mq.HealthWarning, match=r"^3 of 4 quantized tensors are vectors, .*: mq\.split\(model\) leaves"):
+        mq.MirrorDescent(torch.optim.Adam(model.parameters()), "bc")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mq.MirrorDescent(torch.optim.Adam(mq.split(model, everything=True)), "bc")
+        mq.MirrorDescent(torch.optim.Adam([model[0].bias]), "bc")
 
 
 def test_the_state_of_another_model_is_refused():

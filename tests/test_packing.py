@@ -314,6 +314,17 @@ def test_levels_of_a_living_optimizer_are_known(tmp_path):
     assert {row.name for row in mq.summary(model).rows if row.bits == 2} == {"2.weight"}
 
 
+def test_a_float_tensor_of_ones_does_not_count_as_quantized():
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32))
+    report = mq.summary(mq.MirrorDescent(torch.optim.Adam(mq.split(model)), "bc"))
+    assert report.quantized == 64 * 32
+    assert {row.name: row.why for row in report.rows if row.levels is None} == {
+        "0.bias": "bias or other vector",
+        "1.weight": "normalization",
+        "1.bias": "normalization",
+    }
+
+
 def test_levels_that_only_their_reader_knows_are_asked_for():
     levels, scale = Levels(-1, -0.31, 0.17, 1), torch.rand(32, 1) + 0.1
     model = nn.Sequential(on_levels(nn.Linear(64, 32, bias=False), levels))
@@ -343,8 +354,10 @@ def test_misuse_is_told():
     packed = mq.pack(network("digitsnet"))
     assert packed.eval() is packed
     assert packed.train(False) is packed
-    with pytest.raises(PackError, match="cannot be trained"):
-        packed.train()
+    student = nn.Module()
+    student.teacher = packed
+    assert student.train().training
+    assert not any(module.training for module in packed.modules())
     x = images("digitsnet").requires_grad_()
     assert not packed(x).requires_grad
     with pytest.raises(ValueError, match=r"x requires a gradient, .* under torch\.no_grad"):

@@ -70,6 +70,17 @@ class Best:
         self.score, self.stale = score, 0
         return True
 
+    def state_dict(self) -> dict[str, Any]:
+        """The kept network and its score, for a checkpoint."""
+        return {"score": self.score, "stale": self.stale, "state": self.state, "scales": self.scales}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a :meth:`state_dict`, of an equal model and optimizer."""
+        if state["state"] is not None:
+            _check(state["scales"], _fitted(self.opt))
+        self.score, self.stale = float(state["score"]), int(state["stale"])
+        self.state, self.scales = copy.deepcopy((state["state"], state["scales"]))
+
     def restore(self) -> None:
         """Loads the kept network into the model, and finalizes the optimizer with it."""
         if self.state is None:
@@ -112,6 +123,17 @@ class Average:
         present = [tensor.detach().to(own.dtype) for tensor, own in zip(self._moved(), self.tensors, strict=True)]
         torch._foreach_lerp_(self.tensors, present, 1 - decay)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The averages, for a checkpoint."""
+        return {"updates": self.updates, "tensors": self.tensors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a :meth:`state_dict`, of an equal optimizer."""
+        _check(state["tensors"], self.tensors)
+        self.updates = int(state["updates"])
+        for own, saved in zip(self.tensors, state["tensors"], strict=True):
+            own.copy_(saved)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """The averaged network inside, soft or in ``opt.quantized()``; the present one again afterwards.
@@ -133,6 +155,13 @@ class Average:
     def _assign(self, tensors: list[Tensor]) -> None:
         for tensor, new in zip(self._moved(), tensors, strict=True):  # one by one: FSDP2 has no _foreach_copy_
             tensor.detach().copy_(new)
+
+
+def _check(saved: list[Tensor], own: list[Tensor]) -> None:
+    """Raises ValueError for the tensors of another model."""
+    theirs, ours = ([tuple(tensor.shape) for tensor in tensors] for tensors in (saved, own))
+    if theirs != ours:
+        raise ValueError(f"the state is of another optimizer: its tensors have the shapes {theirs}, expected {ours}")
 
 
 def _scales(opt: MirrorDescent) -> list[Tensor]:

@@ -54,6 +54,7 @@ __all__ = ["MirrorDescent"]
 Closure = Callable[[], Any]
 Group = dict[str, Any]
 _OURS = ("method", "anneal", "beta")
+_SCHEDULER = "the base optimizer has a learning-rate scheduler: attach it to MirrorDescent instead"
 _SAVED = ("levels", "steps", "finalized", "base_class", "fresh", "kept")  # in the groups of a state, with _OURS
 _RENAMED = {"MDTanhPrimal": "MDTanh", "MDTanh": "MDTanhBounded", "MDSoftmaxPrimal": "MDSoftmax"}
 _RENAMED |= {"MDSoftmax": "MDSoftmaxBounded", "PMFAuthors": "PMF", "PMF": "PMFExact"}  # since version 0.1
@@ -102,7 +103,7 @@ class MirrorDescent(Optimizer):
         if any(float(state.get("step", 1)) for state in base.state.values()):
             raise ValueError(f"the base {type(base).__name__} already has state for its parameters: wrap a fresh one")
         if any("initial_lr" in group for group in base.param_groups):
-            raise ValueError("the base optimizer has a learning-rate scheduler: attach it to MirrorDescent instead")
+            raise ValueError(_SCHEDULER)
         _keep_out_of_graphs()
         levels = None if levels is None else Levels.of(levels)
         methods.get(method, levels)
@@ -236,11 +237,17 @@ class MirrorDescent(Optimizer):
         them from data with :func:`mirrorquant.recalibrate`.
 
         Raises:
-            RuntimeError: a weight is NaN, or was changed since the last step; nothing was rounded.
+            RuntimeError: a weight is NaN, or was changed since the last step, or only the base optimizer has taken
+                steps; nothing was rounded.
 
         Warns:
             HealthWarning: rounding changed the network a lot, or left a tensor with a single level.
         """
+        if not self.steps and any(float(state.get("step", 0)) for state in self.base.state.values()):
+            raise RuntimeError(
+                "the base optimizer has taken steps by itself, which train the float parameters alone: call step() and "
+                "zero_grad() of MirrorDescent in place of the base optimizer's"
+            )
         with torch.no_grad():
             finals = [(q.state, self._final(q).state) for q in self._quantized()]
             for state, final in finals:
@@ -322,7 +329,11 @@ class MirrorDescent(Optimizer):
 
     def _begin(self, groups: list[Group], learnt: Collection[Tensor]) -> None:
         """Writes the first images of new latents; puts learnt scales into float groups without weight decay."""
-        found = advice(self, learnt)
+        found = [advice(self, learnt)]
+        unnamed = [p for group in groups if "param_names" not in group for p in group["params"] if p in learnt]
+        if (vectors := sum(p.dim() < 2 for p in unnamed)) and vectors < len(unnamed):
+            what = f"{vectors} of {len(unnamed)} quantized tensors are vectors, such as biases and norms"
+            found.append(f"{what}: mq.split(model) leaves them in float, and quantizes them with everything=True")
         self._write(rounded=False)
         for group in groups:
             if group["method"].learns_scale:
@@ -330,8 +341,8 @@ class MirrorDescent(Optimizer):
                 ours = {k: v for k, v in group.items() if k not in (*_OURS, "params", "param_names")}
                 params = [*scales.items()] if "param_names" in group else [*scales.values()]
                 self.add_param_group({**ours, "weight_decay": 0.0, "params": params, "method": "ref"})
-        if found:
-            warnings.warn(found, HealthWarning, stacklevel=3)
+        if any(found):
+            warnings.warn("; ".join(filter(None, found)), HealthWarning, stacklevel=3)
 
     @torch.no_grad()
     def _gap(self) -> float:
@@ -353,6 +364,9 @@ class MirrorDescent(Optimizer):
             )
         self._refuse_changed("step()")
         betas = [beta_at(group, self.steps + 1) for group in self.param_groups]
+        groups = zip(self.param_groups, self.base.param_groups, strict=True)
+        if any("initial_lr" in theirs and "initial_lr" not in ours for ours, theirs in groups):
+            raise RuntimeError(_SCHEDULER)
         for group in self.param_groups:
             self._refuse_decay(group)
             self._refuse_thawed(group)

@@ -112,8 +112,10 @@ def summary(what: nn.Module | MirrorDescent | Contents) -> Summary:
         scales = {state["scale"] for state in what.state.values() if "scale" in state}  # are part of their tensors
         named = {what._names[p]: p for group in what.param_groups for p in group["params"] if p not in scales}
         with what.quantized():
-            entries = {name: as_bits(p) or whole(p.detach()).clone() for name, p in named.items()}
-        rows = [Row.of(name, entry, what._why.get(named[name], "")) for name, entry in entries.items()]
+            bits = {name: as_bits(p) for name, p in named.items() if p in what.state}
+            entries = {name: bits.get(name) or whole(p.detach()).clone() for name, p in named.items()}
+        why = {name: "" if p in what.state else what._why.get(p, "it is not quantized") for name, p in named.items()}
+        rows = [Row.of(name, entry, why[name]) for name, entry in entries.items()]
         return Summary(rows, sum(row.bytes for row in rows))
     if isinstance(what, Contents):
         return Summary([Row.of(name, entry) for name, entry in what.entries.items()], what.size)

@@ -21,7 +21,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -131,7 +131,7 @@ class _PackedLayer(nn.Module):
             self._unpacked = tensor, _version(tensor)
         return self._unpacked[0]
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> _PackedLayer:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._refresh()
         return self

@@ -211,9 +211,7 @@ class PackedModel(nn.Module):
         return found
 
     def train(self, mode: bool = True) -> PackedModel:
-        """Raises an error for training mode: bits cannot be trained."""
-        if mode:
-            raise PackError("a packed model cannot be trained: train the plain one, which mq.unpack gives back")
+        """Stays in ``eval`` mode, also as a part of a model that trains: bits are trained by no optimizer."""
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PackedModel:
