@@ -96,7 +96,7 @@ def _parse(given: list[str], parser: argparse.ArgumentParser, commands: list[str
         name, equals, value = word.partition("=")
         key = name.lstrip("-").replace("-", "_")
         if takes_keys and not name:
-            raise _UsageError(f"{word!r} is no key=value: write it without spaces, as in lr=0.01")
+            raise _UsageError(f"{word!r} is not a key=value pair: write it without spaces, as in lr=0.01")
         if takes_keys and name.startswith("-") and key in KEYS:
             raise _UsageError(f"there is no option {name}: write {key}={value or 'VALUE'}")
         (options.overrides if takes_keys and equals and not name.startswith("-") else others).append(word)
@@ -113,7 +113,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
 
     def command(name: str, run: Any, example: str = "", *, json: bool = True) -> argparse.ArgumentParser:
-        about = f"{run.__doc__}\n\n    mirrorquant {name} {example}"
+        about = f"{run.__doc__}\n\n    mirrorquant {name} {example}".rstrip()
         sub = commands.add_parser(name, help=run.__doc__, description=about, formatter_class=formatter)
         sub.set_defaults(run=run)
         if json:

@@ -85,7 +85,8 @@ def _from_run(options: argparse.Namespace) -> _Evaluated:
         raise ConfigError(f"{best.path} has {best.images['classes']} classes, but {images.name} {len(images.classes)}")
     problems = [] if off else health(best.opt).collapses
     count = sum(row["bits"] < 32 for row in layers(best.opt))
-    text = f"all {count} quantized tensors are exactly on their {config.levels} levels"
+    every = f"all {count} quantized tensors are" if count > 1 else "the quantized tensor is"
+    text = f"{every} exactly on {'their' if count > 1 else 'its'} {config.levels} levels"
     text = text if count else "a float network: none of its tensors is quantized"
     text = f"off their levels: {off}" if off else text
     facts = {"folder": str(options.what), "weights_off_their_levels": off, "problems": problems}
@@ -200,6 +201,8 @@ def summary(options: argparse.Namespace) -> None:
     elif path.exists():
         best = _best(options)
         found = summarize(best.model)
+    elif path.is_absolute() or path.suffix or path.parts[0] == "runs":
+        raise ConfigError(f"{path} does not exist: name a run, a packed *{PACKED} file or a recipe")
     else:
         config = Config.from_recipe(str(path))
         known = data.get(config.data)

@@ -34,7 +34,7 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         "table", choices=sorted(recipes.TABLES), help="a table of the paper, or one of our own: imagenette, beyond"
     )
     runs.add_words(sub, "PART", "only recipes with this in their names, or any of a list: cifar10/resnet18,/bc")
-    sub.add_argument("--seeds", type=runs.count, default=1, help="runs per cell, with seeds 0, 1, ...")
+    sub.add_argument("--seeds", type=runs.count, default=1, help="runs per cell, with seeds 0, 1, ...; default: 1")
     text = "runs at a time, each in its own process; on one GPU, start nvidia-cuda-mps-control -d before"
     sub.add_argument("--jobs", type=functools.partial(runs.count, most=64), default=1, metavar="N", help=text)
     sub.add_argument("--out", type=runs.place, default=Path("runs"), help="folder of the runs; default: runs")
@@ -98,8 +98,8 @@ def reproduce(options: argparse.Namespace) -> None:
             _in_parallel([functools.partial(attempt, cell) for cell in batch], options.jobs)
     print("\n" + results_tables([done[cell] for cell in cells if cell in done]))
     if failed:
-        problems = "; ".join(failed.values())
-        raise RunError(f"{len(failed)} of {len(cells)} cells failed: {problems}. Start again to try them")
+        problems = "; ".join(problem.removesuffix(".") for problem in failed.values())
+        raise RunError(f"{len(failed)} of {len(cells)} cells failed: {problems}. Run the command again to retry them")
 
 
 def _title(cell: Cell) -> str:

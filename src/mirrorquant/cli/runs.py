@@ -36,7 +36,7 @@ def place(text: str) -> Path:
 def count(text: str, most: int = 999_999) -> int:
     """A number on the command line, from 1 on."""
     if not re.fullmatch(r"0*[1-9]\d{0,5}", text, re.ASCII) or int(text) > most:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count: give a whole number from 1 to {most}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count: give a whole number from 1 to {most}")
     return int(text)
 
 
@@ -52,10 +52,12 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument(
         "--methods",
         default="ref,bc,md-tanh-s",
-        help="names of recipes or methods, or MODULE:CLASS, separated by commas",
+        help="names of recipes or methods, or MODULE:CLASS, separated by commas; default: ref,bc,md-tanh-s",
     )
-    sub.add_argument("--levels", default="binary", choices=["binary", "ternary"])
-    sub.add_argument("--seeds", type=count, default=1, help="runs per method, with seeds 0, 1, ...")
+    sub.add_argument(
+        "--levels", default="binary", choices=["binary", "ternary"], help="of the recipes; default: binary"
+    )
+    sub.add_argument("--seeds", type=count, default=1, help="runs per method, with seeds 0, 1, ...; default: 1")
     sub.add_argument("--out", type=place, help="folder of the runs; default: runs/compare-TASK")
     sub.add_argument("--resume", action="store_true", help="continue the comparison in the folder")
     sub = command("recipes", show_recipes, "cifar10/resnet18/ref")
@@ -65,9 +67,9 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("--results", type=place, default=Path("results"), help="folder of the runs' JSON files")
     sub = command("curves", curves, "runs/A runs/B --out curves.png", json=False)
     sub.add_argument("folders", type=place, nargs="+", metavar="RUN", help="a run's folder, or its file in results/")
-    sub.add_argument("--out", type=place, default=Path("curves.png"))
+    sub.add_argument("--out", type=place, default=Path("curves.png"), help="a picture; default: curves.png")
     sub = command("plots", projections, "--out figures", json=False)
-    sub.add_argument("--out", type=place, default=Path("figures"))
+    sub.add_argument("--out", type=place, default=Path("figures"), help="a folder; default: figures")
     command("kernels", show_kernels, json=False)
 
 
@@ -76,7 +78,9 @@ def add_words(sub: argparse.ArgumentParser, name: str, text: str) -> None:
     rows = [f"  {key:18}{facts.help}{_default(facts)}" for key, facts in KEYS.items() if facts.section != "origin"]
     sub.epilog = "Any key can be changed by key=value, as in lr=0.01. Keys:\n" + "\n".join(rows)
     sub.add_argument("words", nargs="*", metavar=f"{name} KEY=VALUE", help=text)
-    sub.add_argument("--results", type=place, metavar="DIR", help="also keep the summary as JSON in this folder")
+    default = "; default: results" * (name == "PART")
+    text = f"also keep the summary as JSON in this folder{default}"
+    sub.add_argument("--results", type=place, metavar="DIR", help=text)
     sub.add_argument("--quiet", action="store_true", help="no progress")
 
 
@@ -115,9 +119,14 @@ def _train_or_resume(options: argparse.Namespace, world: World) -> Run:
         refuse_idle([config])
         return Run(config, world.shared(options.out or _new_folder(config)), quiet=options.quiet)
     folder = options.out if options.resume == Path() else options.resume
-    if folder is None or options.word or options.out not in (None, folder):
+    if folder is None:
+        raise ConfigError("--resume does not say which run to continue: name its folder, as in --resume runs/NAME")
+    if options.word or options.out not in (None, folder):
         raise ConfigError("--resume continues the run in one folder: recipe and --out cannot be given with it")
-    return Run.resume(folder, options.overrides, quiet=options.quiet)
+    run = Run.resume(folder, options.overrides, quiet=options.quiet)
+    if run.folder.ended:
+        run.say("the run has already ended: it is tested again")
+    return run
 
 
 def suggest(*commands: tuple[str, str]) -> None:

@@ -118,7 +118,9 @@ def read(path: str | os.PathLike[str]) -> Contents:
     except PackError as error:
         raise PackError(f"{path}: {error}") from error
     except Exception as error:  # anything may be wrong in a file from elsewhere
-        raise PackError(f"{path}: it is not a packed model, which mq.save writes ({first_line(error)})") from error
+        raise PackError(
+            f"{path}: it is damaged, or not a packed model, which mq.save writes ({first_line(error)})"
+        ) from error
 
 
 @dataclass(frozen=True)

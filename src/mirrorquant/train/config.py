@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from mirrorquant import _files, methods, models, schedules
 from mirrorquant._registry import imported, suggestion
+from mirrorquant.data import names as data_names
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.levels import BINARY, TERNARY, Levels, Scale
 from mirrorquant.methods import Method
@@ -100,7 +101,7 @@ class Config:
     """Everything that a run depends on; :meth:`from_recipe` makes one."""
 
     # The images, and the network. The keys of the section model are options of the function that builds it.
-    data: str = _data("digits", "data set")
+    data: str = _data("digits", f"data set: {', '.join(data_names())}")
     augment: str = _data("", "augmentation: crop-flip, shift, none ...; empty for the default of the data set")
     cutout: int = _data(0, "side of a square erased from each training image", least=0, most=1024)
     mixup: float = _data(0.0, "blend images and labels in pairs, with λ from Beta(mixup, mixup)", least=0, most=100)
@@ -108,7 +109,7 @@ class Config:
     alternating_flip: bool = _data(False, "mirror each image in every other epoch, not at random")
     train_on: str = _data("train", "train, or all: the validation images too", choices=("train", "all"))
     image_size: int = _data(0, "side of images that are streamed from files; 0 for the usual", least=0, most=1024)
-    model: str = _model("digitsnet", "network, or MODULE:FUNCTION for a custom one")
+    model: str = _model("digitsnet", f"network: {', '.join(models.names())}, or MODULE:FUNCTION for a custom one")
     init: str = _model("", "start from these weights: a state_dict by torch.save, *.safetensors, or a run")
     affine: bool = _model(False, "batch norm with learnable parameters")
     stem_stride: int = _model(1, "stride of the first convolution", least=1, most=4096)
@@ -118,7 +119,9 @@ class Config:
 
     # How weights are quantized.
     method: str = _method("md-tanh-s", f"method, or {_OWN} for a custom one")
-    levels: str = _method("binary", "binary, ternary, or numbers like -1,0,1", used="method!=ref")
+    levels: str = _method(
+        "binary", "binary, ternary, or numbers like -1,0,1, times a scale if one is set", used="method!=ref"
+    )
     scale: str = _method("", "factor on the levels, as in tensor or channel-learnt; empty for none", used=_SCALED)
     skip: list[str] = _method([], "patterns of parameters or modules that stay in float", used="method!=ref")  # noqa: RUF009
     lifted_init: bool = _method(False, "draw a latent per level, as the authors do, not from the weights", used=_LIFTED)
@@ -177,7 +180,11 @@ class Config:
     workers: int = _machine(-1, "processes that read image files; -1 for one per core", least=-1, most=1024)
     accumulate: int = _machine(1, "parts of a batch that are computed one after the other, to save memory", least=1)
     threads: int = _machine(0, "on the CPU; 0 for torch's choice", least=0, most=1024)
-    engine: str = _machine("auto", "graph is a CUDA graph, auto on CUDA", choices=("auto", "plain", "graph", "eager"))
+    engine: str = _machine(
+        "auto",
+        "graph trains by a CUDA graph (on a CPU without one); auto is graph on CUDA, plain elsewhere",
+        choices=("auto", "plain", "graph", "eager"),
+    )
 
     # How often things are recorded.
     log_every: int = _logging(20, "iterations between records of the loss", least=1)
