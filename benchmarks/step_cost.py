@@ -44,7 +44,8 @@ def weights(device: torch.device) -> list[torch.nn.Parameter]:
 
 
 def optimizer(name: str, device: torch.device) -> torch.optim.Optimizer:
-    base = torch.optim.Adam(weights(device), lr=1e-3, foreach=True)
+    named = [(f"tensor {number}", p) for number, p in enumerate(weights(device))]
+    base = torch.optim.Adam(named, lr=1e-3, foreach=True)
     if name == "bare":
         return base
     anneal = mq.schedules.ramp(1e-4) if name == "pq" else mq.schedules.geometric(1.02, every=200)

@@ -100,8 +100,8 @@ BEST_HEADER = (
     "packed file",
 )
 REPRODUCED = """\
-Test accuracy in percent with the paper's recipes, of the float network, REF, and of fully binary networks trained with
-MD-tanh-S:"""
+Test accuracy in percent of the float network (REF), and of networks trained with MD-tanh-S in which every weight and
+bias is binary (activations are not), with the paper's recipes:"""
 CHOICES = ("pretrained", "conv1 and FC", "bias", "BN", "layerwise scaling")
 FIGURES = ("paper, top-1", "paper, top-5", "ours, top-1", "ours, top-5", "recipe")
 BEGIN, END = "<!-- made by tools/paper_tables.py -->", "<!-- end of what tools/paper_tables.py made -->"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 @torch.no_grad()
-def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
+def recalibrate(model: nn.Module, batches: Iterable[Any], forward: Callable[[Any], Any] | None = None) -> int:
     """Recomputes the batch-norm statistics of a model from data, with its weights as they are.
 
     Batch norm keeps moving averages over the soft weights of the last few dozen steps. Rounding changes the
@@ -28,6 +28,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     Args:
         model: any model.
         batches: inputs, or tuples and lists that begin with the input, on the model's device, such as a data loader.
+        forward: runs the model on a batch of another kind, as in ``lambda batch: model(**batch)``.
 
     Returns:
         The number of batch-norm layers; a model without any is left as it is.
@@ -56,7 +57,10 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     try:
         count = 0
         for count, batch in enumerate(batches, 1):  # noqa: B007
-            model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+            if forward is not None:
+                forward(batch)
+            else:
+                model(batch[0] if isinstance(batch, (tuple, list)) else batch)
         if not count:
             raise ValueError("there are no batches for the statistics: pass some inputs, such as a data loader")
     except BaseException:

@@ -87,6 +87,8 @@ class geometric(_Schedule):
 class until(_Schedule):
     """From 1 to ``end`` in equal ratios over a ``share`` of training's ``steps``, then ``end``: always hard at the end.
 
+    Steps are calls of ``opt.step()``: with gradients of several batches per step, fewer than the batches.
+
     >>> beta = until(1000)
     >>> beta(0), round(beta(400), 6), beta(800), beta(1000)
     (1.0, 100.0, 10000.0, 10000.0)
