@@ -504,7 +504,7 @@ def test_every_command_of_the_documentation_runs(tmp_path, monkeypatch, pytestco
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as the installed command has it
     commands = documented_commands(text)
-    assert len(commands) == 27
+    assert len(commands) == 28
     few = {table: [n for n in recipes.cells(table) if n.endswith("/md-tanh-s")][:3] for table in recipes.TABLES}
     monkeypatch.setattr(recipes, "cells", few.get)
     for command in commands:

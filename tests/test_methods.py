@@ -593,6 +593,20 @@ def test_a_learnt_scale_moves_in_proportion_and_stays_positive(per):
     assert bool((scale > 0).all())
 
 
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_no_step_is_too_large_for_a_learnt_scale(sign):
+    layer = nn.Linear(16, 4, bias=False)
+    opt = mq.MirrorDescent(torch.optim.SGD(layer.parameters(), lr=100.0), "bc", mq.levels.auto(how="learnt"))
+    scale = opt.state[layer.weight]["scale"]
+    for _ in range(3):
+        (1e6 * sign * layer.weight.abs()).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        assert bool(scale.isfinite())
+        assert bool(scale > 0)
+        assert not bool(layer.weight.isnan().any())
+
+
 class BothSides(torch.optim.SGD):
     """Evaluates the closure before and after its step, as optimizers with a line search do."""
 

@@ -1,5 +1,7 @@
 """The objective against direct formulas, and as runs use it."""
 
+import shutil
+
 import pytest
 import torch
 from test_train import SHORT, assert_identical, config, signalled
@@ -112,6 +114,23 @@ def test_a_teacher_has_the_logit_scale_that_it_was_trained_with(tmp_path):
         expected = Best.load(tmp_path / "teacher").model(images) / 4
         torch.testing.assert_close(student.task.objective.teacher(images), expected)
     student.folder.release()
+
+
+def test_another_teacher_is_noticed_when_a_run_resumes(tmp_path, teacher):
+    shutil.copytree(teacher, tmp_path / "teacher")
+    settings = config("width=4", f"teacher={tmp_path / 'teacher'}")
+    with pytest.raises(Interrupted):
+        signalled(Run(settings, tmp_path / "run", quiet=True), 17).train()
+    resumed = Run.resume(tmp_path / "run", quiet=True)
+    resumed._restore()
+    assert not [text for text in resumed.messages if "teacher" in text]
+    resumed.metrics.close()
+    resumed.folder.release()
+    shutil.rmtree(tmp_path / "teacher")
+    Run(config("width=4", "seed=5", recipe="digits/digitsnet/ref"), tmp_path / "teacher", quiet=True).train()
+    run = Run.resume(tmp_path / "run", quiet=True)
+    run.train()
+    assert f"teacher {tmp_path / 'teacher'} is not the network that this run has learnt from so far" in run.messages
 
 
 def test_loading_a_network_leaves_the_generator_alone(teacher):

@@ -70,9 +70,9 @@ def to_logs(tensors: list[Quantized]) -> None:
 
 
 def from_logs(tensors: list[Quantized]) -> None:
-    """The inverse, afterwards."""
+    """The inverse, afterwards; a step of any size leaves a scale that float32 can hold."""
     for scale in _moving_scales(tensors):
-        scale.exp_()
+        scale.clamp_(-80, 80).exp_()
 
 
 def _moving_scales(tensors: list[Quantized]) -> list[Tensor]:

@@ -89,15 +89,9 @@ def _from_run(options: argparse.Namespace) -> _Evaluated:
     text = f"{every} exactly on {'their' if count > 1 else 'its'} {config.levels} levels"
     text = text if count else "a float network: none of its tensors is quantized"
     text = f"off their levels: {off}" if off else text
+    text = "\n".join([text, *(f"warning: {problem}" for problem in problems)])
     facts = {"folder": str(options.what), "weights_off_their_levels": off, "problems": problems}
-    objective = Objective(logit_scale=config.logit_scale)
-    return (
-        best.model.to(device),
-        images,
-        objective,
-        facts,
-        "\n".join([text, *(f"warning: {problem}" for problem in problems)]),
-    )
+    return best.model.to(device), images, Objective(logit_scale=config.logit_scale), facts, text
 
 
 def _from_file(options: argparse.Namespace) -> _Evaluated:

@@ -281,6 +281,7 @@ class Run:
             "rng": torch.get_rng_state(),
             **({"cuda_rng": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}),
             "metrics": self.metrics.digest.hexdigest(),
+            "teacher": getattr(self.task.objective.teacher, "digest", ""),
             "config": self.config.text(),
         }
 
@@ -338,6 +339,8 @@ class Run:
         before, now = state.get("at_once"), task.images_at_once
         if before not in (None, now) and distributed.statistics(task.model):
             self.warn(f"batch norm now sees {now} images at a time instead of {before}; accumulate= can change that")
+        if state.get("teacher", "") not in ("", getattr(task.objective.teacher, "digest", "")):
+            self.warn(f"teacher {self.config.teacher} is not the network that this run has learnt from so far")
         for name in _COUNTS:
             setattr(self, name, type(getattr(self, name))(state[name]))
         self.clock.earlier = float(state["seconds"])

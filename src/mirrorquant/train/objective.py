@@ -7,6 +7,8 @@ tensor(0.3633)
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -56,6 +58,18 @@ class Teacher(nn.Module):
             problem = f"teacher {self.name} fails on images of shape {tuple(images.shape)}"
             raise TeacherError(f"{problem}: {first_line(error)}") from error
         return answers if self.logit_scale == 1.0 else answers * self.logit_scale
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A digest of the network's numbers, the same on any device, by which a resumed run knows its teacher again."""
+        state = [tensor.cpu() for tensor in self.network.state_dict().values() if isinstance(tensor, Tensor)]
+        return hashlib.sha256(str([self.logit_scale, *map(_checksum, state)]).encode()).hexdigest()
+
+
+def _checksum(tensor: Tensor) -> int:
+    """A number that depends on each byte and its place."""
+    content = tensor.contiguous().flatten().view(torch.uint8).long()
+    return int((content * (torch.arange(len(content)) % 65521 + 1)).sum())
 
 
 @dataclass(frozen=True)
