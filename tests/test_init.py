@@ -56,6 +56,24 @@ def test_a_run_without_a_checkpoint_begins_again_from_the_file(tmp_path):
     again.folder.release()
 
 
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ("scale=tensor", False),
+        ("method=gd-tanh scale=channel levels=ternary", False),
+        ("scale=tensor-fixed", True),
+        ("method=bc scale=tensor", True),
+        ("method=md-softmax-s levels=ternary scale=", True),
+    ],
+)
+def test_a_start_that_is_not_the_given_network_is_reported(options, warned, tmp_path):
+    torch.save(network().state_dict(), tmp_path / "net.pt")
+    run = Run(config(*SMALL, f"init={tmp_path / 'net.pt'}", *options.split()), tmp_path / "run", quiet=True)
+    run.folder.release()
+    found = [text for text in run.messages if "at the start the weights differ by" in text]
+    assert bool(found) == warned, run.task.opt.start_gap
+
+
 def test_the_file_belongs_to_the_identity_of_a_run():
     assert config("init=a.pt").identity not in (config().identity, config("init=b.pt").identity)
     assert config("init=a.pt").idle_overrides() == {}

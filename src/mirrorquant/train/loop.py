@@ -41,6 +41,7 @@ __all__ = ["Interrupted", "Run", "RunError"]
 
 BINS = 61
 CHECKPOINT_SECONDS = 60
+_WIDEST_START = 0.1  # relative to the size of the weights
 _COUNTS = ("step", "logged", "best_step", "best_accuracy", "best")  # attributes of a run, and keys of its checkpoint
 
 
@@ -80,6 +81,9 @@ class Run:
             init = not resumed or not self.world.shared(self.folder.checkpoints)
             # A run from elsewhere starts no download.
             self.task = build.task(config, download=not resumed, init=init, world=self.world, say=self.say)
+            if init and config.init and (gap := self.task.opt.start_gap) > _WIDEST_START:
+                known = "MD-tanh-S and GD-tanh with scale=tensor or scale=channel keep them"
+                self.warn(f"at the start the weights differ by {gap:.0%} from those of init {config.init}: {known}")
             self._check_images(config.images if resumed else 0)
             self.config = config if resumed else self._begun(config)
             self.progress.total = self.config.iterations
