@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -51,10 +51,7 @@ def reproduce(options: argparse.Namespace) -> None:
     if not cells:
         raise ConfigError(f"no recipe of the table {options.table} has {options.word!r} in its name")
     configs = _configs(cells, options.overrides)
-    for config in configs.values() if options.out != Path("runs") else ():
-        for key, value in (("init", config.init), ("teacher", config.teacher)):
-            if value.startswith("runs/") and key not in config.overrides:
-                raise ConfigError(f"{key} of {config.recipe} is {value}, another cell: leave out --out, or set {key}=")
+    _refuse_elsewhere(configs.values(), options.out)
     done = _results(options.results, configs)
     needed = {source for cell in cells if cell not in done for source in _sources(configs[cell], options.table)}
     again = sorted(source for source in needed if not RunFolder(_path(source)).ended)
@@ -100,6 +97,14 @@ def reproduce(options: argparse.Namespace) -> None:
     if failed:
         problems = "; ".join(problem.removesuffix(".") for problem in failed.values())
         raise RunError(f"{len(failed)} of {len(cells)} cells failed: {problems}. Run the command again to retry them")
+
+
+def _refuse_elsewhere(configs: Iterable[Config], out: Path) -> None:
+    """Raises :class:`ConfigError` if runs in another folder than "runs" need the network of a cell."""
+    for config in configs if out != Path("runs") else ():
+        for key, value in (("init", config.init), ("teacher", config.teacher)):
+            if value.startswith("runs/") and key not in config.overrides:
+                raise ConfigError(f"{key} of {config.recipe} is {value}, another cell: leave out --out, or set {key}=")
 
 
 def _title(cell: Cell) -> str:
