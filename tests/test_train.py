@@ -240,6 +240,9 @@ def test_recalibration_averages_the_statistics_of_the_batches():
     mq.recalibrate(norm, iter(batches))
     torch.testing.assert_close(norm.running_mean, torch.stack([b.mean(0) for b in batches]).mean(0))
     torch.testing.assert_close(norm.running_var, torch.stack([b.var(0) for b in batches]).mean(0))
+    expected = norm.running_mean.clone()
+    mq.recalibrate(norm, [{"x": 2 * batch} for batch in batches], lambda batch: norm(batch["x"]))
+    torch.testing.assert_close(norm.running_mean, 2 * expected)
 
 
 def test_the_best_network_is_saved_with_the_statistics_of_its_recalibration(tmp_path):
