@@ -31,10 +31,10 @@ BELOW = 0.6
 MARK = "†"
 SUPERSCRIPTS = "¹²³⁴⁵⁶⁷⁸⁹"
 PAPER_DATA = ("cifar10", "cifar100", "tinyimagenet")
-PAPER_TABLES = (
-    ("Binary weights", "tab:res_binary", "binary", ("vgg16", "resnet18")),
-    ("Binary weights, MobileNetV2", "tab:res_mobilenet_bracewell", "binary", ("mobilenetv2",)),
-    ("Ternary weights", "tab:res_ternary", "ternary", ("vgg16", "resnet18")),
+PAPER_TABLES = (  # heading, the paper's label, and the name of the recipes' table
+    ("Binary weights", "tab:res_binary", "binary"),
+    ("Binary weights, MobileNetV2", "tab:res_mobilenet_bracewell", "mobilenetv2"),
+    ("Ternary weights", "tab:res_ternary", "ternary"),
 )
 IMAGENET_WEIGHTS: dict[str, tuple[float, float] | str] = {  # cited top-1 and top-5, or the recipe that has them
     "REF (float)": "imagenet/resnet18/ref",
@@ -252,16 +252,11 @@ def paper_sections(cells: list[Cell]) -> list[str]:
     """A section for each table of the paper, with a table for each of its columns that has runs; all empty if none."""
     found = {title(cell[0]): cell for cell in cells if in_paper(cell) and place(cell[0])[0] in PAPER_DATA}
     sections: list[str] = []
-    for heading, label, levels, models in PAPER_TABLES if found else ():
+    for heading, label, table in PAPER_TABLES if found else ():
         sections.append(f"## {heading} ({label})")
-        empty = []
-        for data, model in ((data, model) for data in PAPER_DATA for model in models):
-            names = [
-                name
-                for name in recipes.names()
-                if name.startswith((f"{data}/{model}/{levels}/", f"{data}/{model}/ref"))
-            ]
-            names = [name for name in names if "paper" in recipes.get(name)]
+        empty, (datasets, models, levels) = [], recipes.TABLES[table]
+        for data, model in ((data, model) for data in datasets for model in models):
+            names = [name for name in recipes.cells(table) if name.startswith(f"{data}/{model}/")]
             # REF stands in the binary and in the ternary table: alone, it is shown in the first of them only.
             if any(name in found and (levels == "binary" or "/ref" not in name) for name in names):
                 sections += [f"### {network_label(data, model)}", paper_table(names, found)]

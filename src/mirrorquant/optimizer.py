@@ -395,8 +395,9 @@ class MirrorDescent(Optimizer):
         if self._check_gradients:
             self._refuse_bad_gradients()
         if not self.finalized:
-            pull_back(self._quantized())
-            to_logs(self._quantized())
+            tensors = self._quantized()
+            pull_back(tensors)
+            to_logs(tensors)
 
     def _advance(self, betas: list[float]) -> None:
         """Sets β_{k+1} until finalized, and copies back the values that the base optimizer keeps in its groups."""

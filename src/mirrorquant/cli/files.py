@@ -193,7 +193,7 @@ def summary(options: argparse.Namespace) -> None:
         about |= {"sha256": contents.sha256, "architecture": contents.architecture, "about": contents.about}
         end = f"\nsha256 {contents.sha256}"
     elif path.exists():
-        best = _best(options)
+        best = _best(options)  # whose optimizer knows the levels as long as it lives
         found = summarize(best.model)
     elif path.is_absolute() or path.suffix or path.parts[0] == "runs":
         raise ConfigError(f"{path} does not exist: name a run, a packed *{PACKED} file or a recipe")

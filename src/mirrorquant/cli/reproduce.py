@@ -33,12 +33,12 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument(
         "table", choices=sorted(recipes.TABLES), help="a table of the paper, or one of our own: imagenette, beyond"
     )
-    runs.add_words(sub, "PART", "only recipes with this in their names, or any of a list: cifar10/resnet18,/bc")
+    text = "only recipes with this in their names, or any of a list: cifar10/resnet18,/bc"
+    runs.add_words(sub, "PART", text, results=Path("results"))
     sub.add_argument("--seeds", type=runs.count, default=1, help="runs per cell, with seeds 0, 1, ...; default: 1")
     text = "runs at a time, each in its own process; on one GPU, start nvidia-cuda-mps-control -d before"
     sub.add_argument("--jobs", type=functools.partial(runs.count, most=64), default=1, metavar="N", help=text)
     sub.add_argument("--out", type=runs.place, default=Path("runs"), help="folder of the runs; default: runs")
-    sub.set_defaults(results=Path("results"))
 
 
 def reproduce(options: argparse.Namespace) -> None:

@@ -73,14 +73,13 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     command("kernels", show_kernels, json=False)
 
 
-def add_words(sub: argparse.ArgumentParser, name: str, text: str) -> None:
+def add_words(sub: argparse.ArgumentParser, name: str, text: str, results: Path | None = None) -> None:
     """Adds a word and key=value pairs to a command that trains, and what all such commands take."""
     rows = [f"  {key:18}{facts.help}{_default(facts)}" for key, facts in KEYS.items() if facts.section != "origin"]
     sub.epilog = "Any key can be changed by key=value, as in lr=0.01. Keys:\n" + "\n".join(rows)
     sub.add_argument("words", nargs="*", metavar=f"{name} KEY=VALUE", help=text)
-    default = "; default: results" * (name == "PART")
-    text = f"also keep the summary as JSON in this folder{default}"
-    sub.add_argument("--results", type=place, metavar="DIR", help=text)
+    text = "also keep the summary as JSON in this folder" + f"; default: {results}" * (results is not None)
+    sub.add_argument("--results", type=place, default=results, metavar="DIR", help=text)
     sub.add_argument("--quiet", action="store_true", help="no progress")
 
 

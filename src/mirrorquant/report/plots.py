@@ -182,9 +182,11 @@ def _draw_betas(ax: Axes, lines: Sequence[_Line]) -> None:
     """β over the iterations; lines that coincide, at the steps that both have recorded, take turns in dashes."""
     groups: list[list[_Line]] = []
     for line in (line for line in lines if line.betas()):
-        found = next((group for group in groups if _coincide(line.betas(), group[0].betas())), [])
-        groups += [found] if not found else []
-        found.append(line)
+        same = next((group for group in groups if _coincide(line.betas(), group[0].betas())), None)
+        if same is None:
+            groups.append([line])
+        else:
+            same.append(line)
     for group in groups:
         for k, line in enumerate(group):
             dash, points = (6 * k, (6, 6 * (len(group) - 1))) if len(group) > 1 else "-", line.betas()

@@ -90,7 +90,7 @@ def results_tables(records: Sequence[RunRecord]) -> str:
     seen: dict[tuple[str, Any], Path] = {}
     for record in sorted(records, key=lambda record: labels.method_order(record.name)):
         run, path = (record.experiment, record.config.get("seed")), record.path
-        if seen.setdefault(run, path) is not path:
+        if seen.setdefault(run, path) != path:
             raise RecordError(f"{path}: {record.name} with seed {run[1]} is in {seen[run]} too; keep one")
         row, recipe = compare_row(record), record.config["recipe"]
         changes = "".join(f" {key}={value}" for key, value in record.changes.items() if key != "method")
