@@ -459,7 +459,7 @@ def test_a_file_of_another_kind_is_told_as_such(run_folder, capsys):
 def test_help_shows_an_example_for_each_command(capsys):
     assert main([]) == 2
     commands = re.findall(r"^    (\w+)  ", capsys.readouterr().out, re.M)
-    assert len(commands) == 12
+    assert len(commands) == 13
     for command in commands:
         with pytest.raises(SystemExit):
             main([command, "--help"])
@@ -504,7 +504,7 @@ def test_every_command_of_the_documentation_runs(tmp_path, monkeypatch, pytestco
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as the installed command has it
     commands = documented_commands(text)
-    assert len(commands) == 28
+    assert len(commands) == 29
     few = {table: [n for n in recipes.cells(table) if n.endswith("/md-tanh-s")][:3] for table in recipes.TABLES}
     monkeypatch.setattr(recipes, "cells", few.get)
     for command in commands:
@@ -515,7 +515,7 @@ def test_every_command_of_the_documentation_runs(tmp_path, monkeypatch, pytestco
         if program == "torchrun":  # test_distributed.py runs it
             assert arguments[arguments.index("train") + 1] in recipes.names()
             continue
-        if arguments[0] in ("train", "compare", "reproduce"):
+        if arguments[0] in ("train", "compare", "reproduce", "search"):
             arguments += [*TINY, "batch_size=2", "--quiet"]
             if arguments[0] == "reproduce" or any("cifar10" in text for text in arguments):
                 arguments += ["data=synthetic:3x8x8:10", "model=digitsnet"]

@@ -6,6 +6,7 @@
     mirrorquant train --resume runs/NAME                          continue a run
     mirrorquant compare --seeds 3                                 float, BinaryConnect and MD-tanh-S side by side
     mirrorquant reproduce binary                                  every cell of a table of the paper
+    mirrorquant search --over lr=0.1,0.01                         hyperparameters, by validation accuracy
     mirrorquant eval runs/NAME                                    the best rounded network of a run, on the test set
     mirrorquant recipes cifar10/resnet18                          the recipes of that task, or the keys of one recipe
     mirrorquant pack runs/NAME                                    that network at one bit per weight, in a file
@@ -26,7 +27,7 @@ from typing import Any, NoReturn
 from mirrorquant._registry import suggestion
 from mirrorquant._text import printable
 from mirrorquant._version import __version__
-from mirrorquant.cli import files, reproduce, runs
+from mirrorquant.cli import files, reproduce, runs, search
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.train import Interrupted
 from mirrorquant.train.config import KEYS
@@ -120,6 +121,6 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
             sub.add_argument("--json", action="store_true", help="print JSON")
         return sub
 
-    for module in (runs, reproduce, files):
+    for module in (runs, reproduce, search, files):
         module.add_commands(command)
     return parser, list(commands.choices)

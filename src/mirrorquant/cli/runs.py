@@ -213,6 +213,12 @@ def refuse_idle(configs: Sequence[Config]) -> None:
         raise ConfigError(f"{', and '.join(useless)}: leave it out")
 
 
+def used(config: Config, overrides: Sequence[str]) -> list[str]:
+    """Those of the overrides that have an effect in a run, which others may not have."""
+    idle = config.idle_overrides()
+    return [text for text in overrides if text.partition("=")[0] not in idle]
+
+
 def _new_folder(config: Config) -> Path:
     """runs/NAME-seedK, with a number if it is taken."""
     base = f"{config['recipe'].replace('/', '-')}-seed{config['seed']}"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes  # type: ignore[import-not-found, unused-ignore]
     from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
 
-__all__ = ["PlotError", "comparison", "curves", "histograms", "projections"]
+__all__ = ["PlotError", "comparison", "curves", "histograms", "projections", "search"]
 
 _FAINT = "#8c8c8c"
 _SHADES = ["#e3f1f8", "#88ccee", "#4a6fb5", "#332288", "#1a0f4f"]
@@ -373,6 +373,41 @@ def _draw_points(ax: Axes, points: Mapping[Kind, Sequence[float]]) -> None:
         ax.plot(mean, place, "o", ms=9, color=colour, mec="white", mew=1.2, zorder=5, clip_on=False)
         right, text = ax.get_yaxis_transform(), spread(values, count=True)
         ax.text(1.03, place, text, fontsize=9, transform=right, va="center_baseline")
+
+
+def search(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
+    """Validation accuracy over each key of a search: a point per combination, a line through the best of each value.
+
+    ``rows`` are those of ``search.json``, which ``mirrorquant search`` writes. Accuracies more than 20 points below the
+    best are left out.
+    """
+    keys = list(dict.fromkeys(key for row in rows for key in row["values"]))
+    means = [math.fsum(row["val"]) / len(row["val"]) for row in rows]
+    if not keys or len(rows) < 2:
+        raise PlotError("a search with a single combination has nothing to compare: try several values of a key")
+    low = max(min(means), max(means) - 20)
+    title = "Validation accuracy of the rounded network, %"
+    with _figure(out, 0.8 + 2.2 * len(keys), 3.2, title) as figure:
+        for ax, key in zip(figure.subplots(1, len(keys), sharey=True, squeeze=False).flat, keys, strict=True):
+            points = [(row["values"].get(key, "-"), mean) for row, mean in zip(rows, means, strict=True)]
+            values = sorted({value for value, _ in points}, key=_number_first)
+            best = [max(mean for value, mean in points if value == each) for each in values]
+            ax.plot(range(len(values)), best, color=_SHADES[2], lw=1.5, zorder=3)
+            places = [values.index(value) for value, _ in points]
+            ax.plot(places, means, "o", color=_SHADES[3], ms=5, mec="white", mew=0.8, zorder=4)
+            margin = 0.08 * max(max(means) - low, 1)
+            ax.set(xlabel=key, xlim=(-0.4, len(values) - 0.6), ylim=(low - margin, max(means) + margin))
+            ax.set_xticks(range(len(values)), values)
+            ax.label_outer()
+    return out
+
+
+def _number_first(text: str) -> tuple[float, str]:
+    """Sorts numbers by value, and other texts after them."""
+    try:
+        return float(text), text
+    except ValueError:
+        return math.inf, text
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from mirrorquant.train import recipes
 from mirrorquant.train.config import KEYS, Config, ConfigError, rescaled, upgrade
 from mirrorquant.train.metrics import read_metrics
 
-__all__ = ["RecordError", "RunRecord", "read_results"]
+__all__ = ["RecordError", "RunRecord", "file_name", "read_results"]
 
 _EXPERIMENT = {key for key, facts in KEYS.items() if facts.section not in ("machine", "logging", "origin")}
 _EXPERIMENT -= {"seed", "channels_last", "compile", "deterministic"}
@@ -149,16 +150,25 @@ class RunRecord:
         overrides = {k: v for k, v in self.config["overrides"].items() if k not in places}
         config = {k: v for k, v in self.summary["config"].items() if k not in (*places, "overrides")}
         name = f"{self.config['recipe'].replace('/', '-')}-seed{self.config['seed']}"
-        name += "".join(f"-{key}-{re.sub('[^A-Za-z0-9.]', '-', str(value))}" for key, value in self.changes.items())
-        if len(name) > _LONGEST_NAME:
-            digest = hashlib.sha256(json.dumps(self.changes).encode()).hexdigest()[:16]
-            name = f"{name[: _LONGEST_NAME - 17]}-{digest}"
-        file, content = folder / f"{name}.json", json.dumps({**self.summary, "config": config, "overrides": overrides})
+        file = folder / f"{file_name(name, self.changes)}.json"
+        content = json.dumps({**self.summary, "config": config, "overrides": overrides})
         with suppress(RecordError):  # a damaged file is replaced
             if file.exists() and (before := RunRecord.read(file)).changes != self.changes:
                 before.write_result(folder)
         _files.write_atomically(file, f"{content}\n".encode(), RecordError)
         return file
+
+
+def file_name(base: str, changes: Mapping[str, Any]) -> str:
+    """A name for the file or folder of a run with these changes.
+
+    >>> file_name("bc-seed0", {"lr": 0.01, "levels": "-1,0,1"})
+    'bc-seed0-lr-0.01-levels--1-0-1'
+    """
+    name = base + "".join(f"-{key}-{re.sub('[^A-Za-z0-9.]', '-', str(value))}" for key, value in changes.items())
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[: _LONGEST_NAME - 17]}-{hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:16]}"
 
 
 def _timed(recipe: dict[str, Any], used: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
