@@ -368,6 +368,13 @@ def test_what_cannot_be_packed_is_told_in_one_line(run_folder, tmp_path, capsys)
         (["train", "LR=1"], 1, "There is no key 'LR'. Did you mean 'lr'"),
         (["eval", "a=b"], 1, "a=b/config.json cannot be read"),
         (["train", "--resume", "nowhere"], 1, "is this the folder of a run"),
+        (
+            ["train", "cifar10/resnet18/binary/best-kl", "data=digits"],
+            1,
+            "train it first, with mirrorquant train cifar10/resnet18/ref-best seed=0 --out runs/cifar10-resnet18-ref-b",
+        ),
+        (["train", "init=runs/imagenet-resnet34-ref-seed3"], 1, "with mirrorquant train imagenet/resnet34/ref seed=3"),
+        (["train", "init=nowhere"], 1, "init nowhere cannot be read"),
         (["train", "bc", "--resume", "nowhere"], 1, "cannot be given with it"),
         (["eval", "nowhere"], 1, "nowhere/config.json cannot be read"),
         (["recipes", "cifra10"], 1, "Did you mean"),

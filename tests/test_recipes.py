@@ -242,7 +242,9 @@ def test_every_cell_of_the_tables_is_there_and_nothing_else() -> None:
     variants = {"bireal18": ["md-tanh-s", "md-tanh-s-kl"], "resnet18": ["md-tanh-s", "md-tanh-s-pretrained"]}
     expected += [f"imagenette/{model}/binary/{name}" for model, each in variants.items() for name in each]
     expected += ["imagenette/resnet18/ref", "imagenette/resnet34/ref"]
-    beyond = [f"{data}/resnet18/{name}" for data in COLUMNS_DATA for name in ("binary/best", "ref-best")]
+    beyond = [
+        f"{data}/resnet18/{name}" for data in COLUMNS_DATA for name in ("binary/best", "binary/best-kl", "ref-best")
+    ]
     beyond += ["cifar10/resnet18/binary/quick", "cifar10/resnet18/ternary/best"]
     assert sorted(BEYOND) == sorted(beyond)
     assert others == sorted([*expected, *beyond])

@@ -400,8 +400,12 @@ def test_the_readme_begins_with_our_own_recipes_once_they_have_runs(put, tmp_pat
     best = [summary("cifar10/resnet18/binary/best", 95.2 + seed / 10, seed) | {"layers": layers} for seed in (0, 1)]
     put(summary(MD, 93.0, paper=93.18), *best, summary("cifar10/resnet18/ref-best", 96.0))
     text = paper_tables.short_tables(tmp_path)
-    expected = ["CIFAR-10, ResNet-18", "-1, +1", "94.84", "93.28", "96.00", "95.25 ± 0.07 (n = 2)", "1.00", "1.44 MB"]
-    assert cells(text, "CIFAR-10, ResNet-18") == [expected]
+    run, paper, size = "CIFAR-10, ResNet-18", ["-1, +1", "94.84", "93.28", "96.00"], ["1.00", "1.44 MB"]
+    expected = [run, "`best`", *paper, "95.25 ± 0.07 (n = 2)", *size]
+    assert cells(text, run) == [expected]
+    put(*best, summary("cifar10/resnet18/binary/best-kl", 95.5) | {"layers": layers})
+    both = cells(paper_tables.short_tables(tmp_path), run)
+    assert both == [expected, [run, "`best-kl`", *paper, "95.50", *size]]
 
 
 def test_kept_runs_are_printed_by_task_with_their_changes():

@@ -74,7 +74,7 @@ def _title(cell: Cell) -> str:
 
 
 def _path(cell: Cell, out: Path = Path("runs")) -> Path:
-    return out / f"{cell[0].replace('/', '-')}-seed{cell[1]}"
+    return out / recipes.run_name(*cell)
 
 
 def _sources(config: Config, table: str) -> list[Cell]:

@@ -221,7 +221,7 @@ def used(config: Config, overrides: Sequence[str]) -> list[str]:
 
 def _new_folder(config: Config) -> Path:
     """runs/NAME-seedK, with a number if it is taken."""
-    base = f"{config['recipe'].replace('/', '-')}-seed{config['seed']}"
+    base = recipes.run_name(config.recipe, config.seed)
     names = itertools.chain([base], (f"{base}-{number}" for number in itertools.count(2)))
     return next(folder for name in names if not RunFolder(folder := Path("runs") / name).begun)
 

@@ -15,7 +15,7 @@ __all__ = ["known_method", "level_values", "levels", "method", "method_colour", 
 _ORDER = ("ref", "bc", "pq", "pq-levels", "pmf", "gd-tanh", "md-softmax", "md-tanh", "md-softmax-s", "md-tanh-s")
 _STAR = "star"  # PQ* and PMF* are recipes of PQ and PMF
 _WORDS = {"kl": "KL divergence"}
-_OWN = {"best": "md-tanh-s-best", "quick": "md-tanh-s-quick"}  # recipes that are not named after their method
+_OWN = {"best": "md-tanh-s-best", "quick": "md-tanh-s-quick"}  # words that recipes begin with in place of their method
 
 
 def method(name: str) -> str:
@@ -68,7 +68,8 @@ def _parts(name: str) -> tuple[str, list[str]]:
     >>> _parts("md-tanh-s-ends-pretrained"), _parts("my-method")
     (('md-tanh-s', ['ends', 'pretrained']), ('my-method', []))
     """
-    words = _OWN.get(name, name).split("-")
+    first, *rest = name.split("-")
+    words = [*_OWN.get(first, first).split("-"), *rest]
     ends = (end for end in range(len(words), 0, -1) if "-".join(words[:end]) in Method.registry)
     end = next(ends, len(words))
     return "-".join(words[:end]), words[end:]

@@ -149,7 +149,7 @@ class RunRecord:
         places = ("data_root", "cache")
         overrides = {k: v for k, v in self.config["overrides"].items() if k not in places}
         config = {k: v for k, v in self.summary["config"].items() if k not in (*places, "overrides")}
-        name = f"{self.config['recipe'].replace('/', '-')}-seed{self.config['seed']}"
+        name = recipes.run_name(self.config["recipe"], self.config["seed"])
         file = folder / f"{file_name(name, self.changes)}.json"
         content = json.dumps({**self.summary, "config": config, "overrides": overrides})
         with suppress(RecordError):  # a damaged file is replaced

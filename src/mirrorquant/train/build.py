@@ -20,7 +20,7 @@ from mirrorquant.errors import MirrorquantError
 from mirrorquant.health import unwarned
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.select import NORMS, split
-from mirrorquant.train import checkpoint
+from mirrorquant.train import checkpoint, recipes
 from mirrorquant.train.config import Config, ConfigError
 from mirrorquant.train.distributed import ALONE, World, own_gpu, world
 from mirrorquant.train.objective import Objective, Teacher
@@ -68,6 +68,7 @@ def start_from(file: str, model: nn.Module) -> None:
     Raises:
         ConfigError: the file cannot be read, or its tensors are not those of the model; names the first difference.
     """
+    _require("init", file)
     saved, own = _saved(Path(file)), model.state_dict()
     for name in dict.fromkeys([*own, *saved]):
         path, _, leaf = name.rpartition(".")
@@ -86,6 +87,13 @@ def start_from(file: str, model: nn.Module) -> None:
             remedy = "it is packed: name the run instead" if packed else "it must be of the same network"
             raise ConfigError(f"{name} of init {file} has shape {shapes}: {remedy}")
     model.load_state_dict(saved)
+
+
+def _require(key: str, name: str) -> None:
+    """Raises :class:`ConfigError` with a command if the network of another recipe is needed and not there yet."""
+    path = Path(name)
+    if not path.exists() and (words := recipes.words(path.name)):
+        raise ConfigError(f"{key} {name} does not exist: train it first, with mirrorquant train {words} --out {name}")
 
 
 def _saved(path: Path) -> dict[str, Tensor]:
@@ -183,6 +191,7 @@ def _teacher(config: Config, classes: int) -> Teacher:
     from mirrorquant.train.run_folder import Best  # which builds models itself
 
     name = config.teacher
+    _require("teacher", name)
     try:
         if not Path(name).exists() and ":" in name:
             return Teacher(name, models.build(name, classes))

@@ -3,8 +3,8 @@
 A name consists of data set, model, levels and method, as in the tables: ``cifar10/resnet18/binary/md-tanh-s``; the
 float network, REF, has no levels: ``cifar10/resnet18/ref``. PQ* and PMF* are ``pq-star`` and ``pmf-star``; words after
 a method name its other variants, as in ``imagenet/resnet18/binary/md-tanh-s-pretrained``. The values are in one TOML
-file per data set, next to this module, laid out like the paper's hyperparameter tables. ``best``, ``quick`` and
-``ref-best`` are our own recipes for MD-tanh-S and REF, in ``beyond.toml``.
+file per data set, next to this module, laid out like the paper's hyperparameter tables. ``best``, ``best-kl``,
+``quick`` and ``ref-best`` are our own recipes for MD-tanh-S and REF, in ``beyond.toml``.
 
 A recipe is a dictionary of keys of :class:`mirrorquant.train.Config`; other keys have their defaults. It only holds
 keys that have an effect: REF has no ``levels``, and only SGD has ``momentum``.
@@ -24,7 +24,7 @@ else:
 from mirrorquant._registry import suggestion
 from mirrorquant.train.config import ConfigError
 
-__all__ = ["TABLES", "RecipeError", "cells", "get", "names"]
+__all__ = ["TABLES", "RecipeError", "cells", "get", "names", "run_name", "words"]
 
 _LEVELS = ("binary", "ternary")
 _REF = ("ref", "ref-best")
@@ -86,6 +86,26 @@ def cells(table: str) -> list[str]:
         if fits and own_data in data and model in models:
             found.append(name)
     return sorted(found, key=lambda name: ("/ref" not in name, data.index(name.split("/")[0]), name))
+
+
+def run_name(name: str, seed: int) -> str:
+    """The name of a run's folder in ``runs/``, and of its file in ``results/``.
+
+    >>> run_name("cifar10/resnet18/binary/bc", 1)
+    'cifar10-resnet18-binary-bc-seed1'
+    """
+    return f"{name.replace('/', '-')}-seed{seed}"
+
+
+def words(run: str) -> str:
+    """What follows ``mirrorquant train`` to train the run of that name; empty for a name of another kind.
+
+    >>> words("cifar10-resnet18-ref-best-seed1"), words("mine")
+    ('cifar10/resnet18/ref-best seed=1', '')
+    """
+    _, _, seed = run.rpartition("-seed")
+    found = (f"{name} seed={seed}" for name in names() if seed.isdecimal() and run == run_name(name, int(seed)))
+    return next(found, "")
 
 
 @functools.cache
