@@ -9,6 +9,7 @@ Nothing in a table is typed by hand but what the paper cites of other methods on
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
@@ -88,9 +89,10 @@ TINYIMAGENET = "The test set is the official validation set, which also selects 
 RUNNING = ("seeds", "iterations/s", "minutes")
 BEST = """\
 Test accuracy in percent with our own recipes, which quantize every weight and bias; beside it the paper's float network
-and its best one that is quantized as fully:"""
+and its best one that is quantized as fully. `best-kl` learns from our float network:"""
 BEST_HEADER = (
     "run",
+    "recipe",
     "levels",
     "float, paper",
     "quantized, paper",
@@ -153,10 +155,11 @@ def short_tables(folder: Path) -> str:
 
 
 def best_rows(network: tuple[str, str], found: dict[tuple[str, str, str, str], Cell]) -> list[list[str]]:
-    """A network's recipes ``best`` that have runs, beside the paper's best network whose every weight is rounded."""
+    """A network's ``best`` and ``best-kl`` with runs, beside the paper's best network whose every weight is rounded."""
     rows = []
-    for levels in ("binary", "ternary"):
-        cell, floating = found.get((*network, levels, "best")), found.get((*network, "", "ref-best"))
+    floating = found.get((*network, "", "ref-best"))
+    for levels, recipe in itertools.product(("binary", "ternary"), ("best", "best-kl")):
+        cell = found.get((*network, levels, recipe))
         if not cell:
             continue
         column = "/".join((*network, levels, ""))
@@ -164,7 +167,7 @@ def best_rows(network: tuple[str, str], found: dict[tuple[str, str, str, str], C
         figures = [Config.from_recipe("/".join((*network, "ref"))).paper, max(c.paper for c in theirs if not c.skip)]
         ours = [mean(floating) if floating else "-", mean(cell)]
         size = [f"{cell[0].summary['parameters']['bits']:.2f}", f"{packed_bytes(cell[0]) / 1e6:.2f} MB"]
-        names = [network_label(*network), labels.levels(levels, cell[0].scale)]
+        names = [network_label(*network), f"`{recipe}`", labels.levels(levels, cell[0].scale)]
         rows.append([*names, *(f"{figure:.2f}" for figure in figures), *ours, *size])
     return rows
 
