@@ -150,7 +150,9 @@ class Config:
     finalize_at: float = _anneal(1.0, "part of training before rounding", least=1e-9, most=1, used="method!=ref")
 
     # The loss.
-    label_smoothing: float = _objective(0.0, "share of the target spread over all classes", least=0, most=1)
+    label_smoothing: float = _objective(
+        0.0, "share of the target spread over all classes", least=0, most=1, used="hard_share!=0.0"
+    )
     logit_scale: float = _objective(1.0, "constant factor of the logits", least=1e-6, most=1e6)
     teacher: str = _objective("", "network to distil from: a run (its best), or MODULE:FUNCTION; empty for none")
     temperature: float = _objective(
@@ -306,7 +308,8 @@ class Config:
             if option and (":" in self.model or name not in models.options(self.model)):
                 unmet.append("model")
             if unmet:
-                idle[name] = f"{unmet[0]} is {self[unmet[0]] or 'not set'}"
+                value = self[unmet[0]]
+                idle[name] = f"{unmet[0]} is {value if value or value != KEYS[unmet[0]].default else 'not set'}"
         return idle
 
     def build_method(self) -> Method:
