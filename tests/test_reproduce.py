@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mirrorquant.cli import main
-from mirrorquant.train import Run, RunError, recipes
+from mirrorquant.train import Config, Run, RunError, recipes
 
 SHORT = [
     "iterations=10",
@@ -208,14 +208,15 @@ def test_a_cell_that_fails_in_its_process_is_reported(monkeypatch, tmp_path, cap
     assert "2 of 2 cells failed: digits/digitsnet/binary/" in capsys.readouterr().err
 
 
-def begun(tmp_path):
+def begun(tmp_path, *words):
     """A table in a session of its own, whose first two cells train and have a checkpoint, and their folders."""
-    long = [*SHORT[1:-1], "iterations=100000", "checkpoint_every=200", "log_every=1", "--quiet", "--jobs", "2"]
+    long = [*words, *SHORT[1:-1], "iterations=100000", "checkpoint_every=200", "log_every=1", "--quiet", "--jobs", "2"]
     code = "import sys; from mirrorquant.cli import main; from mirrorquant.train import recipes; "
     code += "recipes.cells = lambda table: ['digits/digitsnet/binary/bc', 'digits/digitsnet/binary/pq', "
     code += "'digits/digitsnet/binary/pmf']; sys.exit(main())"
     command = [sys.executable, "-c", code, "reproduce", "binary", *long]
-    table = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    table = subprocess.Popen(command, cwd=tmp_path, text=True, start_new_session=True, **pipes)
     folders = [tmp_path / "runs" / f"digits-digitsnet-binary-{name}-seed0" for name in ("bc", "pq")]
     deadline = time.monotonic() + 120
     while not all((folder / "checkpoint.pt").exists() for folder in folders) and time.monotonic() < deadline:
@@ -240,7 +241,7 @@ def test_a_signal_stops_all_processes_and_the_next_start_goes_on(tmp_path, to_al
         os.killpg(table.pid, signal.SIGINT)
     else:
         table.send_signal(signal.SIGTERM)
-    said = table.communicate(timeout=60)[1]
+    printed, said = table.communicate(timeout=60)
     assert table.returncode == (130 if to_all else 143)
     assert "stopped: start again to continue" in said
     assert "Traceback" not in said
@@ -248,7 +249,24 @@ def test_a_signal_stops_all_processes_and_the_next_start_goes_on(tmp_path, to_al
         Run.resume(folder, quiet=True).folder.release()  # nobody holds its lock any more
         *_, last = (folder / "metrics.jsonl").read_text().splitlines()
         assert json.loads(last)["step"] <= stopped_at(folder)
+    assert "failed" not in printed
     assert not (tmp_path / "runs" / "digits-digitsnet-binary-pmf-seed0").exists()
+
+    before = [(folder / "metrics.jsonl").read_text() for folder in folders]
+    table, _ = begun(tmp_path, "threads=2")
+    deadline = time.monotonic() + 120
+    while not all(longer(folder, text) for folder, text in zip(folders, before, strict=True)):
+        assert time.monotonic() < deadline, "what was trained before is not continued"
+        time.sleep(0.1)
+    table.send_signal(signal.SIGTERM)
+    table.communicate(timeout=60)
+    assert all(Config.load(folder / "config.json").threads == 2 for folder in folders)
+
+
+def longer(folder, text):
+    """Whether the metrics of a run have grown, after the very lines that were there."""
+    now = (folder / "metrics.jsonl").read_text()
+    return len(now) > len(text) and now.startswith(text)
 
 
 def test_when_a_table_is_killed_its_runs_write_checkpoints_and_stop(tmp_path):

@@ -11,11 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mirrorquant._text import first_line
 from mirrorquant.cli import runs
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.report import RunRecord
@@ -25,7 +28,12 @@ from mirrorquant.train import Config, Interrupted, RunError, RunFolder, process
 __all__ = ["Job", "add_option", "stop_with_parent", "train"]
 
 Train = Callable[["Job", argparse.Namespace], RunRecord]
+_AGAIN = "stopped: start again to continue"
 _CHILD = "import sys; from mirrorquant.cli import jobs, main; jobs.stop_with_parent(); sys.exit(main())"
+
+
+class _Stopped(Exception):
+    """A process ended by the signal that was passed on to it; its run can be continued."""
 
 
 @dataclass(eq=False)
@@ -70,18 +78,24 @@ def train(
                     raise RunError(f"it needs the network of {source.title}, which failed")
                 runs.refuse_another(source.config, source.folder)
             done[job] = train(job, options)
-        except Interrupted:
+        except (Interrupted, _Stopped):
             raise
-        except MirrorquantError as error:
-            failed[job] = f"{job.title}: {error}"
+        except (MirrorquantError, RuntimeError, MemoryError) as error:  # such as a GPU without memory left
+            if not isinstance(error, MirrorquantError):
+                traceback.print_exc()
+            failed[job] = f"{job.title}: {error if isinstance(error, MirrorquantError) else first_line(error)}"
             print(f"failed: {failed[job]}\n", end="", flush=True)  # in one piece: others print, too
         else:
             accuracy, seconds = done[job].number(f"{shown}_accuracy"), done[job].number("seconds")
             print(f"ended: {job.title}: {shown} {accuracy:.2f} %, {duration(seconds)}\n", end="", flush=True)
 
     if options.jobs == 1:
-        for job in missing:
-            attempt(job, _in_this_process)
+        try:
+            for job in missing:
+                attempt(job, _in_this_process)
+        except Interrupted as error:
+            print(_AGAIN, file=sys.stderr)
+            raise SystemExit(128 + error.number) from error
     else:
         for first in (True, False):  # float networks, from which others may start or learn
             batch = [job for job in missing if (job.config.method == "ref") == first]
@@ -107,28 +121,35 @@ def _in_parallel(attempts: Sequence[Callable[[Train], None]], jobs: int) -> None
             signalled.append(child)
 
     with process.signals() as stop, ThreadPoolExecutor(jobs) as pool:
-        waiting = {pool.submit(attempt, functools.partial(_in_own_process, started)) for attempt in attempts}
+        train = functools.partial(_in_own_process, started, signalled)
+        waiting = {pool.submit(attempt, train) for attempt in attempts}
         try:
             while waiting:
                 finished, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
                 for future in finished:
                     if not future.cancelled():
-                        future.result()
+                        with suppress(_Stopped):
+                            future.result()
                 if stop:
                     pass_on(stop[0])
         except BaseException:
             pass_on(signal.SIGTERM)
             raise
         if stop:
-            print("stopped: start again to continue", file=sys.stderr)
+            print(_AGAIN, file=sys.stderr)
             raise SystemExit(128 + stop[0])
 
 
-def _in_own_process(started: list[subprocess.Popen[str]], job: Job, options: argparse.Namespace) -> RunRecord:
+def _in_own_process(
+    started: list[subprocess.Popen[str]],
+    signalled: Collection[subprocess.Popen[str]],
+    job: Job,
+    options: argparse.Namespace,
+) -> RunRecord:
     words = [job.recipe, *job.words, "--out", str(job.folder)]
     if RunFolder(job.folder).begun:
         runs.refuse_another(job.config, job.folder)
-        words = ["--resume", str(job.folder)]
+        words = ["--resume", str(job.folder), *job.config.movable]
     if options.results:
         words += ["--results", str(options.results)]
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
@@ -138,6 +159,8 @@ def _in_own_process(started: list[subprocess.Popen[str]], job: Job, options: arg
         assert child.stderr is not None
         said = child.stderr.read().strip()
         child.wait()  # closing its input would stop it
+    if child.returncode and child in signalled:
+        raise _Stopped
     warnings, _, last = said.rpartition("\n") if child.returncode else (said, "", "")
     if warnings:
         print(f"{job.title}: {warnings}\n", end="", file=sys.stderr, flush=True)

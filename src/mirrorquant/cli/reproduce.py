@@ -34,7 +34,8 @@ def reproduce(options: argparse.Namespace) -> None:
     runs.try_writing(options.results)
     runs.refuse(options, "seed", "reproduce trains with seeds 0, 1, ...: set how many with --seeds")
     runs.refuse(options, "method", "reproduce trains the methods of a table: name some of its recipes")
-    chosen = [n for n in recipes.cells(options.table) if any(part in n for part in options.word.split(","))]
+    parts = [part for part in options.word.split(",") if part] or [""]
+    chosen = [name for name in recipes.cells(options.table) if any(part in name for part in parts)]
     cells = [(name, seed) for name in chosen for seed in range(options.seeds)]
     if not cells:
         raise ConfigError(f"no recipe of the table {options.table} has {options.word!r} in its name")

@@ -187,7 +187,7 @@ def begun(config: Config, folder: Path, options: argparse.Namespace) -> Run:
     if not options.resume or not RunFolder(folder).begun:
         return Run(config, folder, quiet=options.quiet)
     refuse_another(config, folder)
-    return Run.resume(folder, quiet=options.quiet)
+    return Run.resume(folder, config.movable, quiet=options.quiet)
 
 
 def refuse_another(config: Config, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import random
+import math
 import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +18,7 @@ from mirrorquant.cli.jobs import Job
 from mirrorquant.report import RunRecord, file_name, plots
 from mirrorquant.report.tables import duration, spread
 from mirrorquant.train import Config, ConfigError, RunError, RunFolder
+from mirrorquant.train.config import KEYS, MOVABLE
 
 GRID = {
     "lr": "0.1,0.01,0.001,0.0001",
@@ -29,6 +30,7 @@ GRID = {
 Trial = Mapping[str, str]
 """A value for each key that is searched."""
 _SHOWN = 20
+_MOST = 20_000  # combinations: to make them all takes seconds
 
 
 def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -52,31 +54,36 @@ def search(options: argparse.Namespace) -> None:
     trials = _trials(recipe, options)
     tried = [(trial, [_job(recipe, trial, seed, folder, options) for seed in range(options.seeds)]) for trial in trials]
     every = [job for _, each in tried for job in each]
-    done = {job: _ended(job) for job in every if RunFolder(job.folder).ended}
+    done = {job: RunRecord.read(job.folder) for job in every if RunFolder(job.folder).ended}
     if done:
         print(f"{len(done)} of {len(every)} runs in {folder} have ended", flush=True)
+    for record in done.values() if options.results else ():
+        record.write_result(options.results)
     failed = jobs.train(every, done, options, "val")
-    rows = _ranked([(trial, [done[job] for job in each if job in done]) for trial, each in tried])
+    rows = _ranked([(trial, [done[job] for job in each]) for trial, each in tried if all(job in done for job in each)])
     problems = "; ".join(problem.removesuffix(".") for problem in failed[:3])
     if not rows:
-        raise RunError(f"all {len(every)} runs failed: {problems}")
+        raise RunError(f"no combination has all its runs, {len(failed)} of {len(every)} failed: {problems}")
     _show(rows, recipe, folder, options)
     if failed:
-        print(f"\n{len(failed)} of {len(every)} runs failed and are not ranked: {problems}")
+        print(f"\n{len(failed)} of {len(every)} runs failed; their combinations are not ranked: {problems}")
+    if any(record.summary.get("tested_on_val") for record in done.values()):
+        print("\nThe validation images of this data set are its test images: the winner's test accuracy is optimistic.")
 
 
 def _trials(recipe: str, options: argparse.Namespace) -> list[Trial]:
-    """The combinations that make different runs; at most --sample of them, in a random order."""
+    """The combinations that make different runs; with --sample, those with the first digests.
+
+    So a larger sample holds a smaller one, in whatever order or notation the values are given.
+    """
     values = _values(options)
-    combinations = [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
-    if options.sample:
-        random.Random(0).shuffle(combinations)  # the same again, so that a larger sample adds to a smaller one
+    if (count := math.prod(map(len, values.values()))) > _MOST:
+        raise ConfigError(f"these are {count} combinations, expected {_MOST} at most: give fewer values")
     found: dict[str, Trial] = {}
     full: list[Config] = []
     problems: list[ConfigError] = []
-    for trial in combinations:
-        if len(found) == options.sample:
-            break
+    for each in itertools.product(*values.values()):
+        trial = dict(zip(values, each, strict=True))
         try:
             full.append(Config.from_recipe(recipe, [*options.overrides, *_words(trial)]))
         except ConfigError as error:
@@ -92,7 +99,7 @@ def _trials(recipe: str, options: argparse.Namespace) -> list[Trial]:
         raise ConfigError("train_on=all leaves no validation images to choose by: search with train_on=train")
     if problems:
         print(f"left out: {len(problems)} combinations that no run can have: {problems[0]}")
-    return list(found.values())
+    return [found[digest] for digest in sorted(found)[: options.sample]] if options.sample else list(found.values())
 
 
 def _values(options: argparse.Namespace) -> dict[str, list[str]]:
@@ -107,9 +114,11 @@ def _values(options: argparse.Namespace) -> dict[str, list[str]]:
             raise ConfigError(f"{key} is given twice: give all its values in one --over")
         if key == "seed":
             raise ConfigError("search trains with seeds 0, 1, ...: set how many with --seeds, instead of --over seed=")
-        values[key] = [value for value in given.split(",") if value]
-        if not values[key]:
+        if not given:
             raise ConfigError(f"--over {text} has no values: write them as in --over lr=0.1,0.01")
+        values[key] = [value.strip() for value in given.split(",")]
+        if key in KEYS and KEYS[key].section in MOVABLE:
+            raise ConfigError(f"{key} changes no accuracy: set it once, as {key}={values[key][0]}")
     return values
 
 
@@ -118,27 +127,26 @@ def _words(trial: Trial) -> list[str]:
 
 
 def _job(recipe: str, trial: Trial, seed: int, folder: Path, options: argparse.Namespace) -> Job:
-    fixed = runs.used(Config.from_recipe(recipe, [*options.overrides, *_words(trial)]), options.overrides)
+    """A run in a folder that is named after its values, as numbers are written, and after all of its configuration."""
+    config = Config.from_recipe(recipe, [*options.overrides, *_words(trial), f"seed={seed}"])
     title = " ".join(_words(trial)) + f" seed={seed}" * (options.seeds > 1)
-    words = [*fixed, *_words(trial), f"seed={seed}"]
-    return Job(title or recipe, recipe, words, folder / file_name(f"seed{seed}", trial))
-
-
-def _ended(job: Job) -> RunRecord:
-    runs.refuse_another(job.config, job.folder)
-    return RunRecord.read(job.folder)
+    words = [*runs.used(config, options.overrides), *_words(trial), f"seed={seed}"]
+    name = file_name(f"seed{seed}", {key: config[key] for key in sorted(trial)})
+    return Job(title or recipe, recipe, words, folder / f"{name}-{config.identity[:8]}")
 
 
 def _ranked(tried: Sequence[tuple[Trial, Sequence[RunRecord]]]) -> list[dict[str, Any]]:
-    """A row for each trial with a run, the best first: by mean validation accuracy, then by the loss."""
+    """A row for each trial, the best first: by mean validation accuracy, then by the loss, which is None if unknown."""
     rows = []
     for trial, records in tried:
-        accuracies = [record.number("val_accuracy") for record in records]
-        losses = [dict(record.summary["val_loss_curve"])[record.summary["best_step"]] for record in records]
-        seconds = [record.number("seconds") for record in records]
-        if records:
-            rows.append({"values": dict(trial), "val": accuracies, "loss": losses, "seconds": seconds})
-    return sorted(rows, key=lambda row: (-statistics.fmean(row["val"]), statistics.fmean(row["loss"])))
+        accuracies, seconds = ([r.number(key) for r in records] for key in ("val_accuracy", "seconds"))
+        losses = [record.summary.get("val_loss") for record in records]
+        loss = statistics.fmean(math.inf if each is None else each for each in losses)
+        known = loss if math.isfinite(loss) else None
+        rows.append({"values": dict(trial), "val": accuracies, "loss": known, "seconds": seconds})
+    return sorted(
+        rows, key=lambda row: (-statistics.fmean(row["val"]), math.inf if row["loss"] is None else row["loss"])
+    )
 
 
 def _show(rows: Sequence[dict[str, Any]], recipe: str, folder: Path, options: argparse.Namespace) -> None:
@@ -148,8 +156,8 @@ def _show(rows: Sequence[dict[str, Any]], recipe: str, folder: Path, options: ar
     text = [[*keys, *numbers]]
     for row in rows[:_SHOWN]:
         values = [row["values"].get(key, "-") for key in keys]
-        loss, time = statistics.fmean(row["loss"]), duration(statistics.fmean(row["seconds"]))
-        text.append([*values, spread(row["val"]), f"{loss:.4f}", time])
+        loss = "-" if row["loss"] is None else f"{row['loss']:.4f}"
+        text.append([*values, spread(row["val"]), loss, duration(statistics.fmean(row["seconds"]))])
     print("\n" + table(text, text[0], rule=True))
     if len(rows) > _SHOWN:
         print(f"... and {len(rows) - _SHOWN} more")

@@ -90,7 +90,8 @@ _SCALED = "method!=ref," + ",".join(name for name in methods.names() if methods.
 _LIFTED = "method=" + ",".join(name for name in methods.names() if methods.get(name).lifts)
 _lr, _beta = partial(_used, "lr_schedule="), partial(_used, f"{_ANNEALED} beta_schedule=")
 _SECTIONS = ("data", "model", "method", "optimizer", "beta", "objective", "training", "machine", "logging", "origin")
-_NOT_THE_EXPERIMENT = ("machine", "logging", "origin")  # the first two may change when a run resumes
+MOVABLE = ("machine", "logging")  # what may change when a run resumes
+_NOT_THE_EXPERIMENT = (*MOVABLE, "origin")
 (_data, _model, _method, _optimizer, _anneal, _objective, _training, _machine, _logging, _origin) = (
     partial(_key, section=name) for name in _SECTIONS
 )
@@ -286,11 +287,16 @@ class Config:
         mirrorquant.train.config.ConfigError: lr cannot change when a run resumes, only device, data_root, cache,
         workers, accumulate, threads, engine, log_every, histogram_every, checkpoint_every: start a new run
         """
-        free = [name for name, each in KEYS.items() if each.section in ("machine", "logging")]
+        free = [name for name, each in KEYS.items() if each.section in MOVABLE]
         changed = dict(map(_parse, overrides))
         if other := [name for name in changed if name not in free]:
             raise ConfigError(f"{other[0]} cannot change when a run resumes, only {', '.join(free)}: start a new run")
         return dataclasses.replace(self, **changed, overrides={**self.overrides, **changed})
+
+    @property
+    def movable(self) -> list[str]:
+        """The overrides with which a run may be resumed, as ``key=value``."""
+        return [f"{name}={value}" for name, value in self.overrides.items() if KEYS[name].section in MOVABLE]
 
     @property
     def identity(self) -> str:
@@ -324,6 +330,13 @@ class Config:
         if not isinstance(made, Method):
             expected = "a method: name a subclass of mirrorquant.Method"
             raise ConfigError(f"method is {self.method!r}, which makes a {type(made).__name__}, expected {expected}")
+        if type(made).project is Method.project:
+            raise ConfigError(f"method {self.method!r} has no projection: define project(self, latent, beta)")
+        if made.levels != levels or (made.scale is None) != (levels.scale is None):
+            problem = (
+                f"method {self.method!r} was called with {levels!r}, but is for {made.levels!r}, scale {made.scale}"
+            )
+            raise ConfigError(f"{problem}: pass on what it is called with, as in MD(levels, mirror=...)")
         return made
 
     def build_lr(self) -> Schedule:

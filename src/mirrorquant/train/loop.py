@@ -372,14 +372,18 @@ class Run:
         if config.recalibrate:
             recalibrate(task.model, (task.loader.batch(k)[0] for k in range(config.recalibrate)))
             self.world.average(distributed.statistics(task.model))
-        val = task.evaluate(task.data.val).accuracy if config.recalibrate else self.best_accuracy
+        lines = self.folder.metrics()
+        kept = [row for row in lines if row["kind"] == "val" and row["step"] == self.best_step]
+        val = {"accuracy": self.best_accuracy, "loss": kept[-1]["loss"] if kept else None}
+        if config.recalibrate:
+            val = task.evaluate(task.data.val)._asdict()
         test = task.evaluate(task.data.test)
         self.supply.name_problems()
         images = {"classes": len(task.data.classes), "shape": list(task.data.shape)}
         best = {"model": task.model.state_dict(), "config": config.text(), "images": images}
         if self.world.chief:
             checkpoint.save(self.folder.path / BEST[0], best)
-        lines, training = self.folder.metrics(), seconds - sum(self.clock.aside.values())
+        training = seconds - sum(self.clock.aside.values())
         total, on_cuda = sum(row["count"] for row in rows), task.device.type == "cuda"
         many = len(task.data.classes) >= evaluate.MANY_CLASSES
         summary = {
@@ -388,7 +392,9 @@ class Run:
             "overrides": config.overrides,
             "paper": config.paper or None,
             "best_step": self.best_step,
-            "val_accuracy": val,
+            "val_accuracy": val["accuracy"],
+            "val_loss": val["loss"],
+            "tested_on_val": task.data.test is task.data.val,
             "test_accuracy": test.accuracy,
             "test_accuracy_soft": soft.accuracy,
             "test_accuracy_last": last.accuracy,
