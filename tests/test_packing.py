@@ -299,6 +299,16 @@ def test_any_levels_with_a_scale_are_packed(levels, per):
         assert same_state(mq.unpack(packed), model)
 
 
+@pytest.mark.parametrize("levels", [None, mq.TERNARY], ids=["found", "given"])
+def test_a_channel_of_zeros_shares_the_scale_of_the_others(levels):
+    weight = torch.tensor([[0.3, -0.3, 0.0], [0.0, 0.0, 0.0], [0.3, 0.3, 0.0]])
+    apart = weight * torch.tensor([[1.0], [1.0], [2.0]])
+    for tensor, scales in ((weight, 1), (apart, 3), (torch.zeros(3, 3), 1)):
+        packed = PackedTensor.of(tensor, levels)
+        assert packed.scale is None or len(packed.scale) == scales
+        assert torch.equal(packed.unpack(), tensor)
+
+
 def test_levels_of_a_living_optimizer_are_known(tmp_path):
     levels = mq.levels.auto([-1, -0.31, 0.17, 1], per="channel")
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Conv1d(4, 8, 3))

@@ -185,7 +185,8 @@ def _candidates(table: Tensor, levels: Levels | None) -> Iterator[tuple[Levels, 
     if not rows or not bool(table.isfinite().all()):
         return
     scale = table.abs().amax(1, keepdim=True)
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    shared = scale.amax() if bool(scale.any()) else torch.ones_like(scale[0])
+    scale = torch.where(scale == 0, shared, scale)  # a row of zeros has the others' if they have one in common
     yield from ((each, (scale if levels is None else each.scales(table, scale))[:, 0]) for each in known if row > 1)
     if levels is None and torch.unique(table.flatten()[:_SAMPLE]).numel() <= _DETECTED:
         values = torch.unique(table)

@@ -79,7 +79,7 @@ def pack(
     Example:
         >>> import torch, mirrorquant as mq
         >>> model = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 2))
-        >>> _ = model[0].weight.data.sign_()
+        >>> _ = model[0].weight.data.copy_(mq.BINARY.nearest(model[0].weight.data))
         >>> packed = mq.pack(model)
         >>> packed.runs
         {'0.weight': 'bits'}
