@@ -229,6 +229,13 @@ def test_a_teacher_of_other_classes_or_none_at_all_is_an_error(tmp_path, teacher
         build._teacher(Config.from_recipe("fashion-mnist/digitsnet/ref", [f"teacher={teacher}"]), 10)
     with pytest.raises(ConfigError, match=r"^teacher .*nowhere: .*nowhere/config\.json cannot be read"):
         Run(config(f"teacher={tmp_path / 'nowhere'}"), tmp_path / "other", quiet=True)
+    (tmp_path / "net.safetensors").write_bytes(bytes(100))
+    with pytest.raises(ConfigError, match=r"^teacher .*net\.safetensors is no checkpoint of mirrorquant: name a run's"):
+        Run(config(f"teacher={tmp_path / 'net.safetensors'}"), tmp_path / "other", quiet=True)
+    with pytest.raises(ConfigError, match=r"^teacher torch:zeros: .* no signature .*; write a function that calls it"):
+        Run(config("teacher=torch:zeros"), tmp_path / "other", quiet=True)
+    with pytest.raises(ConfigError, match=r"^cutout is 16, which erases all of each 8×8 image: make it smaller"):
+        Run(config("cutout=16"), tmp_path / "other", quiet=True)
     with pytest.raises(ConfigError, match=r"^teacher nowhere:Mine: .* there is no module 'nowhere'"):
         Run(config("teacher=nowhere:Mine"), tmp_path / "third", quiet=True)
 

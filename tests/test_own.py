@@ -31,6 +31,9 @@ class Plain(Clip):
 
 hard = partial(mq.methods.MD, mirror=mq.mirror_from(lambda x: x / (1 + x.abs()), (-1, 1)))
 
+class Hookless(mq.Method): ...
+def forgets(levels): return mq.methods.MD(mirror=mq.mirror_from(lambda x: x / (1 + x.abs()), (-1, 1)))
+
 class Sawtooth:
     def __init__(self, start, every, end=0.5):
         self.start, self.every, self.end = start, every, end
@@ -122,6 +125,8 @@ def test_schedules_of_ones_own_get_the_terms_that_they_take(capsys):
         ),
         ("method=my_idea:Clip", "there is no module 'my_idea'; install it, or put its folder on PYTHONPATH"),
         ("method=my_ideas:number", "'number' is not a function"),
+        ("method=my_ideas:Hookless", r"has no projection: define project\(self, latent, beta\)"),
+        ("method=my_ideas:forgets", r"Levels\(-1.0, 1.0\), scale None: pass on what it is called with"),
         ("lr_schedule=my_ideas:needs_more", "cannot be made: missing a required argument: 'height'; .* start, scale"),
         ("lr_schedule=my_ideas:no_schedule", "makes a int, expected a function of the step"),
         ("lr_schedule=my_ideas:gives_text", "the learning rate is not a number"),

@@ -87,7 +87,10 @@ def build(name: str, classes: int, **options: Any) -> nn.Module:
     mirrorquant.models.registry.ModelError: There is no model 'resnet81'. Did you mean 'resnet18'? ...
     """
     function = imported("Model", name, ModelError) if ":" in name else _MODELS[name]
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except ValueError as error:  # as of functions that are not written in Python
+        raise ModelError(f"Model {name!r} cannot be built: {error}; write a function that calls it.") from error
     if "classes" in signature.parameters:
         options["classes"] = classes
     try:

@@ -13,9 +13,11 @@ from mirrorquant.train.config import Config, ConfigError
 from mirrorquant.train.engine import EngineError
 from mirrorquant.train.loop import Interrupted, Run
 from mirrorquant.train.metrics import MetricsError
+from mirrorquant.train.objective import Batch, Objective
 from mirrorquant.train.run_folder import Best, RunError, RunFolder
 
 __all__ = [
+    "Batch",
     "Best",
     "CheckpointError",
     "Config",
@@ -23,6 +25,7 @@ __all__ = [
     "EngineError",
     "Interrupted",
     "MetricsError",
+    "Objective",
     "Run",
     "RunError",
     "RunFolder",

@@ -68,7 +68,6 @@ def start_from(file: str, model: nn.Module) -> None:
     Raises:
         ConfigError: the file cannot be read, or its tensors are not those of the model; names the first difference.
     """
-    _require("init", file)
     saved, own = _saved(Path(file)), model.state_dict()
     for name in dict.fromkeys([*own, *saved]):
         path, _, leaf = name.rpartition(".")
@@ -92,7 +91,7 @@ def start_from(file: str, model: nn.Module) -> None:
 def _require(key: str, name: str) -> None:
     """Raises :class:`ConfigError` with a command if the network of another recipe is needed and not there yet."""
     path = Path(name)
-    if not path.exists() and (words := recipes.words(path.name)):
+    if name and not path.exists() and (words := recipes.words(path.name)):
         raise ConfigError(f"{key} {name} does not exist: train it first, with mirrorquant train {words} --out {name}")
 
 
@@ -107,8 +106,8 @@ def _saved(path: Path) -> dict[str, Tensor]:
             state = safetensors.load(_files.read_regular(path))
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except checkpoint.CheckpointError:
-        raise
+    except checkpoint.CheckpointError as error:
+        raise ConfigError(f"init {error}") from error
     except OSError as error:
         raise ConfigError(f"init {path} cannot be read ({error.strerror})") from error
     except Exception as error:  # a crafted file can fail in any way
@@ -191,7 +190,6 @@ def _teacher(config: Config, classes: int) -> Teacher:
     from mirrorquant.train.run_folder import Best  # which builds models itself
 
     name = config.teacher
-    _require("teacher", name)
     try:
         if not Path(name).exists() and ":" in name:
             return Teacher(name, models.build(name, classes))
@@ -232,6 +230,9 @@ def task(
     A run that resumes from a checkpoint needs neither ``download`` nor ``init``, the file of pretrained weights.
     """
     place = device(config)
+    _require("teacher", config.teacher)
+    if init:
+        _require("init", config.init)
     with world.first():
         images = data(config, download=download, say=say)
     classes, share = len(images.classes), config.accumulate * world.size
@@ -239,6 +240,9 @@ def task(
         parts = f"accumulate={config.accumulate} and {world.size} processes"
         raise ConfigError(f"batch_size is {config.batch_size}, but it must be divisible by {share} for {parts}")
     options: dict[str, Any] = {"batch_size": config.batch_size, "seed": config.seed, "augment": config.augment}
+    if config.cutout >= 2 * max(images.shape[1:]):
+        size = "×".join(map(str, images.shape[1:]))
+        raise ConfigError(f"cutout is {config.cutout}, which erases all of each {size} image: make it smaller")
     try:
         extra = Extra(**{each.name: config[each.name] for each in dataclasses.fields(Extra)})
         loader = load_batches(images, **options, part=world.part, workers=config.workers, extra=extra)
