@@ -218,6 +218,8 @@ def test_a_run_is_packed_evaluated_summarized_and_exported(run_folder, capsys):
     assert json.loads(capsys.readouterr().out)["bytes"] == size
     assert (run_folder / "again.safetensors").read_bytes() == packed.read_bytes()
 
+    assert main(["summary", str(run_folder)]) == 0
+    assert f"{size:,} bytes in a file" in capsys.readouterr().out
     assert main(["summary", str(packed)]) == 0
     told = capsys.readouterr().out
     assert re.search(r"conv3\.weight +64x64x3x3 +36,864 +-1, 1 x a scale +1 +4,612", told)

@@ -14,6 +14,7 @@ tensor    shape  count  levels           bits  bytes  float because
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -100,10 +101,10 @@ class Summary:
         )
 
 
-def summary(what: nn.Module | MirrorDescent | Contents) -> Summary:
+def summary(what: nn.Module | MirrorDescent | Contents, *, about: dict[str, Any] | None = None) -> Summary:
     """Summarizes a plain or packed model, an optimizer, or a packed file that ``mirrorquant.packing.read`` returned.
 
-    For a model, ``bytes`` is the size of the file that ``mq.save(model, path)`` writes. An optimizer is summarized
+    For a model, ``bytes`` is the size of the file that ``mq.save(model, path, about=about)`` writes. An optimizer is summarized
     with its weights rounded, as ``finalize()`` leaves them; it knows parameters only, so ``bytes`` has no buffers and
     no header of a file. For a packed model the column ``runs on`` says which tensors it computes with as bits, and why
     others are floats.
@@ -125,4 +126,4 @@ def summary(what: nn.Module | MirrorDescent | Contents) -> Summary:
     runs = what.runs if isinstance(what, PackedModel) else {}
     why = dict.fromkeys(dict(plain.named_buffers()), "it is a buffer")
     rows = [Row.of(name, entry, why.get(name, ""), runs.get(name, "")) for name, entry in entries.items()]
-    return Summary(rows, len(file.content(plain, entries, file.about_of(what))))
+    return Summary(rows, len(file.content(plain, entries, file.about_of(what, about))))

@@ -194,7 +194,7 @@ def summary(options: argparse.Namespace) -> None:
         end = f"\nsha256 {contents.sha256}"
     elif path.exists():
         best = _best(options)  # whose optimizer knows the levels as long as it lives
-        found = summarize(best.model)
+        found = summarize(best.model, about=best.about)
     elif path.is_absolute() or path.suffix or path.parts[0] == "runs":
         raise ConfigError(f"{path} does not exist: name a run, a packed *{PACKED} file or a recipe")
     else:
