@@ -104,10 +104,10 @@ class Summary:
 def summary(what: nn.Module | MirrorDescent | Contents, *, about: dict[str, Any] | None = None) -> Summary:
     """Summarizes a plain or packed model, an optimizer, or a packed file that ``mirrorquant.packing.read`` returned.
 
-    For a model, ``bytes`` is the size of the file that ``mq.save(model, path, about=about)`` writes. An optimizer is summarized
-    with its weights rounded, as ``finalize()`` leaves them; it knows parameters only, so ``bytes`` has no buffers and
-    no header of a file. For a packed model the column ``runs on`` says which tensors it computes with as bits, and why
-    others are floats.
+    For a model, ``bytes`` is the size of the file that ``mq.save(model, path, about=about)`` writes. An optimizer is
+    summarized with its weights rounded, as ``finalize()`` leaves them; it knows parameters only, so ``bytes`` has no
+    buffers and no header of a file. For a packed model the column ``runs on`` says which tensors it computes with as
+    bits, and why others are floats.
     """
     if isinstance(what, MirrorDescent):
         scales = {state["scale"] for state in what.state.values() if "scale" in state}  # are part of their tensors
