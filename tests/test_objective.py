@@ -7,6 +7,7 @@ import torch
 from test_train import SHORT, assert_identical, config, signalled
 from torch import nn
 
+import mirrorquant as mq
 from mirrorquant.train import Best, Config, ConfigError, Interrupted, Run, build
 from mirrorquant.train.objective import Batch, Objective, TeacherError
 
@@ -114,6 +115,17 @@ def test_a_teacher_has_the_logit_scale_that_it_was_trained_with(tmp_path):
         expected = Best.load(tmp_path / "teacher").model(images) / 4
         torch.testing.assert_close(student.task.objective.teacher(images), expected)
     student.folder.release()
+
+
+def test_a_packed_file_teaches_like_its_run(tmp_path):
+    Run(config("width=4", "logit_scale=0.25"), tmp_path / "teacher", quiet=True).train()
+    mq.save(mq.load(tmp_path / "teacher"), tmp_path / "net.safetensors")
+    curves = []
+    for teacher in ("teacher", "net.safetensors"):
+        student = Run(config("width=4", f"teacher={tmp_path / teacher}"), tmp_path / f"by {teacher}", quiet=True)
+        assert student.task.objective.teacher.logit_scale == 0.25
+        curves.append(student.train()["loss_curve"])
+    assert curves[0] == curves[1]
 
 
 def test_another_teacher_is_noticed_when_a_run_resumes(tmp_path, teacher):
@@ -229,9 +241,17 @@ def test_a_teacher_of_other_classes_or_none_at_all_is_an_error(tmp_path, teacher
         build._teacher(Config.from_recipe("fashion-mnist/digitsnet/ref", [f"teacher={teacher}"]), 10)
     with pytest.raises(ConfigError, match=r"^teacher .*nowhere: .*nowhere/config\.json cannot be read"):
         Run(config(f"teacher={tmp_path / 'nowhere'}"), tmp_path / "other", quiet=True)
-    (tmp_path / "net.safetensors").write_bytes(bytes(100))
-    with pytest.raises(ConfigError, match=r"^teacher .*net\.safetensors is no checkpoint of mirrorquant: name a run's"):
-        Run(config(f"teacher={tmp_path / 'net.safetensors'}"), tmp_path / "other", quiet=True)
+    (tmp_path / "net.txt").write_bytes(bytes(100))
+    with pytest.raises(ConfigError, match=r"^teacher .*net\.txt is no checkpoint of mirrorquant: name a run's"):
+        Run(config(f"teacher={tmp_path / 'net.txt'}"), tmp_path / "other", quiet=True)
+    for about, said in (
+        ({"classes": 7}, "has 7 classes"),
+        ({"data": 3}, "was trained on 3"),
+        ({"logit_scale": "a"}, "'a'"),
+    ):
+        mq.save(Best.load(teacher).packed(), tmp_path / "net.safetensors", about=about)
+        with pytest.raises(ConfigError, match=rf"^teacher .*net\.safetensors.*{said}"):
+            Run(config(f"teacher={tmp_path / 'net.safetensors'}"), tmp_path / "other", quiet=True)
     with pytest.raises(ConfigError, match=r"^teacher torch:zeros: .* no signature .*; write a function that calls it"):
         Run(config("teacher=torch:zeros"), tmp_path / "other", quiet=True)
     with pytest.raises(ConfigError, match=r"^cutout is 16, which erases all of each 8×8 image: make it smaller"):

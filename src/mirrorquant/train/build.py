@@ -12,7 +12,7 @@ import torch
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
-from mirrorquant import _files, models
+from mirrorquant import _files, models, packing
 from mirrorquant.data import Data, Extra, Photos, cached
 from mirrorquant.data import load as load_data
 from mirrorquant.data import loader as load_batches
@@ -21,7 +21,7 @@ from mirrorquant.health import unwarned
 from mirrorquant.optimizer import MirrorDescent
 from mirrorquant.select import NORMS, split
 from mirrorquant.train import checkpoint, recipes
-from mirrorquant.train.config import Config, ConfigError
+from mirrorquant.train.config import KEYS, Config, ConfigError
 from mirrorquant.train.distributed import ALONE, World, own_gpu, world
 from mirrorquant.train.objective import Objective, Teacher
 from mirrorquant.train.task import Task
@@ -186,21 +186,28 @@ def objective(config: Config, classes: int, device: torch.device) -> Objective:
 
 
 def _teacher(config: Config, classes: int) -> Teacher:
-    """The best network of a run with its factor on the logits, or the module that a user's function returns."""
+    """A run's best network or a packed one, with its factor on the logits, or the module that a function returns."""
     from mirrorquant.train.run_folder import Best  # which builds models itself
 
     name = config.teacher
     try:
         if not Path(name).exists() and ":" in name:
             return Teacher(name, models.build(name, classes))
-        best = Best.load(name)
+        if name.endswith(".safetensors"):
+            packed = packing.load(name)
+            network, about = packing.unpack(packed), packed.about
+        else:
+            best = Best.load(name)
+            network, about = best.model, best.about
+        KEYS["logit_scale"].check("logit_scale", scale := about.get("logit_scale", 1.0))
     except MirrorquantError as error:
         raise ConfigError(f"teacher {name}: {error}") from error
-    if best.images["classes"] != classes:
-        raise ConfigError(f"teacher {name} has {best.images['classes']} classes, but there are {classes}")
-    if best.config.data != config.data and not any(":" in data for data in (best.config.data, config.data)):
-        raise ConfigError(f"teacher {name} was trained on {best.config.data}, but this run trains on {config.data}")
-    return Teacher(name, best.model, best.config.logit_scale)
+    if about.get("classes", classes) != classes:
+        raise ConfigError(f"teacher {name} has {about['classes']} classes, but there are {classes}")
+    data = str(about.get("data", config.data))
+    if data != config.data and ":" not in data + config.data:
+        raise ConfigError(f"teacher {name} was trained on {data}, but this run trains on {config.data}")
+    return Teacher(name, network, scale)
 
 
 def data(config: Config, *, download: bool = True, say: Callable[[str], None] = print) -> Data:

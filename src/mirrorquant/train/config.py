@@ -155,7 +155,7 @@ class Config:
         0.0, "share of the target spread over all classes", least=0, most=1, used="hard_share!=0.0"
     )
     logit_scale: float = _objective(1.0, "constant factor of the logits", least=1e-6, most=1e6)
-    teacher: str = _objective("", "network to distil from: a run (its best), or MODULE:FUNCTION; empty for none")
+    teacher: str = _objective("", "network to distil from: a run (its best), a packed file, or MODULE:FUNCTION")
     temperature: float = _objective(
         4.0, "of both softmaxes in distillation", least=1e-3, most=1e3, used="teacher!= hard_share!=1.0"
     )
