@@ -364,18 +364,17 @@ class Run:
         with task.opt.quantized():
             last = task.evaluate(task.data.test)
         task.model.load_state_dict(self.best)
-        rows = evaluate.layers(task.opt)
-        if off := [row["name"] for row in rows if row["off_levels"]]:
+        layers = evaluate.layers(task.opt)
+        if off := [row["name"] for row in layers if row["off_levels"]]:
             raise RunError(f"the best network has weights off their levels in {', '.join(off)}: please report this")
         for problem in [*health(task.opt).collapses, *gaps]:
             self.warn(problem)
-        if config.recalibrate:
-            recalibrate(task.model, (task.loader.batch(k)[0] for k in range(config.recalibrate)))
-            self.world.average(distributed.statistics(task.model))
         lines = self.folder.metrics()
         kept = [row for row in lines if row["kind"] == "val" and row["step"] == self.best_step]
         val = {"accuracy": self.best_accuracy, "loss": kept[-1]["loss"] if kept else None}
         if config.recalibrate:
+            recalibrate(task.model, (task.loader.batch(k)[0] for k in range(config.recalibrate)))
+            self.world.average(distributed.statistics(task.model))
             val = task.evaluate(task.data.val)._asdict()
         test = task.evaluate(task.data.test)
         self.supply.name_problems()
@@ -383,14 +382,8 @@ class Run:
         best = {"model": task.model.state_dict(), "config": config.text(), "images": images}
         if self.world.chief:
             checkpoint.save(self.folder.path / BEST[0], best)
-        training = seconds - sum(self.clock.aside.values())
-        total, on_cuda = sum(row["count"] for row in rows), task.device.type == "cuda"
         many = len(task.data.classes) >= evaluate.MANY_CLASSES
-        summary = {
-            "recipe": config.recipe or None,
-            "config": config.record(),
-            "overrides": config.overrides,
-            "paper": config.paper or None,
+        scores = {
             "best_step": self.best_step,
             "val_accuracy": val["accuracy"],
             "val_loss": val["loss"],
@@ -399,6 +392,26 @@ class Run:
             "test_accuracy_soft": soft.accuracy,
             "test_accuracy_last": last.accuracy,
             **({"paper_top5": config.paper_top5 or None, "test_top5": test.top5} if many else {}),
+        }
+        summary = self._summary(scores, seconds, lines, layers)
+        if self.world.chief:
+            self.folder.write("summary.json", json.dumps(summary, indent=1) + "\n")
+        return summary
+
+    def _summary(
+        self, scores: dict[str, Any], seconds: float, lines: list[dict[str, Any]], layers: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """All that is kept of a run: scores, time, software, curves and parameters."""
+        task, config = self.task, self.config
+        training, on_cuda = seconds - sum(self.clock.aside.values()), task.device.type == "cuda"
+        total = sum(row["count"] for row in layers)
+        val, train = ([line for line in lines if line["kind"] == kind] for kind in ("val", "train"))
+        return {
+            "recipe": config.recipe or None,
+            "config": config.record(),
+            "overrides": config.overrides,
+            "paper": config.paper or None,
+            **scores,
             "seconds": round(seconds, 2),
             "aside": {name: round(part, 2) for name, part in self.clock.aside.items()},
             "iterations_per_second": round(self.step / max(seconds, 1e-9), 2),
@@ -417,16 +430,13 @@ class Run:
                 "channels_last": task.channels_last,
                 "cuda_bytes": torch.cuda.max_memory_allocated(task.device) if on_cuda else 0,
             },
-            "curve": [[line["step"], round(line["accuracy"], 3)] for line in lines if line["kind"] == "val"],
-            "loss_curve": [[line["step"], round(line["loss"], 5)] for line in lines if line["kind"] == "train"],
-            "val_loss_curve": [[line["step"], round(line["loss"], 5)] for line in lines if line["kind"] == "val"],
+            "curve": [[line["step"], round(line["accuracy"], 3)] for line in val],
+            "loss_curve": [[line["step"], round(line["loss"], 5)] for line in train],
+            "val_loss_curve": [[line["step"], round(line["loss"], 5)] for line in val],
             "parameters": {
                 "total": total,
-                "quantized": sum(row["count"] for row in rows if row["bits"] < 32),
-                "bits": sum(row["count"] * row["bits"] for row in rows) / total,
+                "quantized": sum(row["count"] for row in layers if row["bits"] < 32),
+                "bits": sum(row["count"] * row["bits"] for row in layers) / total,
             },
-            "layers": rows,
+            "layers": layers,
         }
-        if self.world.chief:
-            self.folder.write("summary.json", json.dumps(summary, indent=1) + "\n")
-        return summary
