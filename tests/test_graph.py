@@ -349,7 +349,7 @@ def test_each_step_of_the_fast_path_is_the_plain_one_all_along_the_curve():
     spec = importlib.util.spec_from_file_location("train_paths_agree", path)
     agree = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(agree)
-    paths = [["precision=float32", f"engine={engine}", "compile=false"] for engine in ("graph", "eager")]
+    paths = [["precision=float32", f"engine={engine}", "compile=false"] for engine in ("graph", "plain")]
     curves = agree.led("digits/digitsnet/binary/md-tanh-s", 60, *paths)
     assert agree.difference(*curves, 1) < agree.TOLERANCE["float32"][0]
 

@@ -175,7 +175,7 @@ def normed():
     return nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3, momentum=0.3), nn.Dropout(0.5), nn.BatchNorm1d(3))
 
 
-@pytest.mark.parametrize("form", ["inputs", "tuples", "lists", "loader"])
+@pytest.mark.parametrize("form", ["inputs", "tuples", "lists", "loader", "dictionaries"])
 def test_recalibration_averages_the_statistics_of_the_batches(form):
     model = normed()
     inputs = [torch.randn(16, 5) * 2 + 1 for _ in range(4)]
@@ -184,8 +184,10 @@ def test_recalibration_averages_the_statistics_of_the_batches(form):
         "tuples": [(x, torch.zeros(16)) for x in inputs],
         "lists": [[x, torch.zeros(16)] for x in inputs],
         "loader": torch.utils.data.DataLoader(torch.cat(inputs), batch_size=16),
+        "dictionaries": [{"x": x} for x in inputs],
     }[form]
-    assert mq.recalibrate(model, batches) == 2
+    forward = (lambda batch: model(batch["x"])) if form == "dictionaries" else None
+    assert mq.recalibrate(model, batches, forward) == 2
     with torch.no_grad():
         hidden = [model[0](x) for x in inputs]
         torch.testing.assert_close(model[1].running_mean, torch.stack([h.mean(0) for h in hidden]).mean(0))

@@ -242,7 +242,7 @@ def test_a_teacher_of_other_classes_or_none_at_all_is_an_error(tmp_path, teacher
     with pytest.raises(ConfigError, match=r"^teacher .*nowhere: .*nowhere/config\.json cannot be read"):
         Run(config(f"teacher={tmp_path / 'nowhere'}"), tmp_path / "other", quiet=True)
     (tmp_path / "net.txt").write_bytes(bytes(100))
-    with pytest.raises(ConfigError, match=r"^teacher .*net\.txt is no checkpoint of mirrorquant: name a run's"):
+    with pytest.raises(ConfigError, match=r"^teacher .*net\.txt is not a mirrorquant checkpoint: name a run's"):
         Run(config(f"teacher={tmp_path / 'net.txt'}"), tmp_path / "other", quiet=True)
     for about, said in (
         ({"classes": 7}, "has 7 classes"),

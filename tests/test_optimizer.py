@@ -727,13 +727,6 @@ def test_capture_in_a_cuda_graph_is_refused(monkeypatch):
     assert same(before, snapshot(model, opt))
 
 
-def test_a_scheduler_of_the_base_is_refused():
-    base = torch.optim.Adam(mq.split(small_network()))
-    torch.optim.lr_scheduler.StepLR(base, 2)
-    with pytest.raises(ValueError, match="attach it to MirrorDescent"):
-        mq.MirrorDescent(base)
-
-
 # Bad input: a clear error, and everything as it was.
 
 
@@ -898,6 +891,10 @@ def test_the_state_of_another_method_is_refused(theirs, message):
 
 def test_a_scheduler_of_the_base_optimizer_is_refused():
     """It would have no effect, whether it is attached before or afterwards, even in the middle of training."""
+    base = torch.optim.Adam(mq.split(small_network()))
+    early = torch.optim.lr_scheduler.StepLR(base, 2)
+    with pytest.raises(ValueError, match="attach it to MirrorDescent"):
+        mq.MirrorDescent(base)
     model = small_network()
     opt = wrap(model)
     train(model, opt, 2)
@@ -906,7 +903,7 @@ def test_a_scheduler_of_the_base_optimizer_is_refused():
     with pytest.raises(RuntimeError, match="has a learning-rate scheduler: attach it to MirrorDescent instead"):
         train(model, opt, 1)
     assert same(before, snapshot(model, opt))
-    del scheduler
+    del early, scheduler
 
 
 def test_steps_of_the_base_optimizer_alone_are_noticed():

@@ -181,7 +181,7 @@ def advice(opt: MirrorDescent, learnt: Collection[Tensor]) -> str:
 
 @contextmanager
 def unwarned() -> Iterator[None]:
-    """No :class:`HealthWarning` inside: for the command line, which reports problems in its own way."""
+    """No :class:`HealthWarning` inside: for runs, which report problems at their end."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HealthWarning)
         yield

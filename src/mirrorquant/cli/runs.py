@@ -183,7 +183,7 @@ def _recipe(task: str, levels: str, method: str) -> tuple[str, list[str]]:
 
 
 def begun(config: Config, folder: Path, options: argparse.Namespace) -> Run:
-    """A run of a comparison: a new one, or with --resume the one in its folder, whether it has ended or not."""
+    """A run in a folder: a new one, or with --resume the one that is there, whether it has ended or not."""
     if not options.resume or not RunFolder(folder).begun:
         return Run(config, folder, quiet=options.quiet)
     refuse_another(config, folder)
@@ -192,8 +192,8 @@ def begun(config: Config, folder: Path, options: argparse.Namespace) -> Run:
 
 def refuse_another(config: Config, folder: Path) -> None:
     """Raises :class:`ConfigError` if the run in a folder has another configuration."""
-    begun = RunFolder(folder).config()
-    if begun.identity != build.resolve(config).like(begun).identity:
+    there = RunFolder(folder).config()
+    if there.identity != build.resolve(config).like(there).identity:
         raise ConfigError(f"{folder} holds a run of another configuration: give the same key=value, or another --out")
 
 

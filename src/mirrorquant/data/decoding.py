@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import DataError
-from .pictures import FORMATS, MOST_PIXELS, rgb
+from .pictures import FORMATS, check_size, require_pillow, rgb
 
 Box = tuple[int, int, int, int]  # top, left, height and width
 NUMBERS = 41  # uniform random numbers that `random_box` and a flip take: ten tries of four, and one
@@ -83,7 +82,7 @@ def decode(content: bytes, size: int = 0, choose: Callable[[int, int], Box] | No
         try:
             height, width, space, _ = turbo.decode_jpeg_header(content)
             if space in ("YCbCr", "RGB", "Gray"):
-                _check(height, width)
+                check_size(height, width)
                 box = choose(height, width) if choose else (0, 0, height, width)
                 least = {"min_factor": _factor(box, size if choose else 0)}
                 least |= {
@@ -97,14 +96,13 @@ def decode(content: bytes, size: int = 0, choose: Callable[[int, int], Box] | No
 
 
 def _with_pillow(content: bytes, size: int, choose: Callable[[int, int], Box] | None) -> Tensor:
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise DataError("Image files need pillow, which is missing. Run: pip install 'mirrorquant[images]'.") from error
+    require_pillow()
+    from PIL import Image, UnidentifiedImageError
+
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as file:
             width, height = file.size
-            _check(height, width)
+            check_size(height, width)
             box = choose(height, width) if choose else (0, 0, height, width)
             if (factor := _factor(box, size if choose else 0)) > 1:
                 file.draft(None, (width // factor, height // factor))
@@ -123,11 +121,6 @@ def _turbo() -> Any:
     except ImportError:
         return None
     return simplejpeg
-
-
-def _check(height: int, width: int) -> None:
-    if height * width > MOST_PIXELS:  # known from the header: nothing is decoded yet
-        raise ValueError(f"{width}×{height} pixels, expected {MOST_PIXELS:,} at most")
 
 
 def _factor(box: Box, size: int) -> int:

@@ -6,6 +6,8 @@ import gzip
 import hashlib
 import http.client
 import io
+import os
+import re
 import tarfile
 import urllib.request
 import zlib
@@ -19,6 +21,7 @@ from mirrorquant import _files
 
 from .base import DataError
 
+SUFFIXES = (".png", ".jpg", ".jpeg")
 TIMEOUT = 30.0  # seconds without a byte
 REMEDY = "the folder {root}. Or delete damaged files, then mirrorquant.data.load({name!r}, {root!r}) downloads them."
 
@@ -41,6 +44,31 @@ def read(path: Path, size: int, sha256: str | None = None) -> Tensor:
     if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
         raise DataError(f"{path} is altered: its SHA-256 is not {sha256}.")
     return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def sized(text: str, kind: str, size: int) -> tuple[Path, int]:
+    """The folder and the size that PATH or PATH:SIZE names."""
+    match = re.fullmatch(r"(.+?)(?::(\d{1,6}))?", text)
+    if match is None or not Path(match[1]).is_dir():
+        raise DataError(f"{text or f'{kind}:'} is not a folder.")
+    return Path(match[1]), int(match[2] or size)
+
+
+def entries(folder: Path, *, folders: bool, ignored: Collection[str] = ()) -> list[str]:
+    """The sorted names of all class folders, or of all images, in a folder; any other visible file is refused."""
+    names = []
+    with os.scandir(folder) as found:
+        for entry in found:
+            if entry.name.startswith(".") or entry.name in ignored:
+                continue
+            if folders and not entry.is_dir():
+                raise DataError(f"{entry.path} is not a folder of images of one class.")
+            if not folders and not entry.name.lower().endswith(SUFFIXES):
+                raise DataError(f"{entry.path} is not named .png, .jpg or .jpeg: convert it or move it away.")
+            names.append(entry.name)
+    if not names:
+        raise DataError(f"{folder} has no {'classes' if folders else 'images'}.")
+    return sorted(names)
 
 
 def fetch(url: str, paths: Sequence[Path], *, download: bool, md5: str | None = None) -> None:

@@ -10,12 +10,12 @@ each is resized.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import torch
 
 from .base import Data, DataError, Images, shuffled, statistics
+from .files import entries, sized
 from .pictures import decode
 from .registry import register
 
@@ -27,10 +27,7 @@ Files = dict[str, list[Path]]
 @register("folder:PATH", remedy=LAYOUT)
 def load(text: str) -> Data:
     """The images under a path; mean and standard deviation are those of the training images."""
-    match = re.fullmatch(r"(.+?)(?::(\d{1,6}))?", text)
-    if match is None or not Path(match[1]).is_dir():
-        raise DataError(f"{text or 'folder:'} is not a folder.")
-    path, size = Path(match[1]), int(match[2] or SIZE)
+    path, size = sized(text, "folder", SIZE)
     if not 1 <= size <= 1024:
         raise DataError(f"The image size {size} is out of range, expected 1 to 1024.")
     train, val, test = _splits(path)
@@ -56,24 +53,11 @@ def _splits(path: Path) -> tuple[Files, Files, Files]:
 
 
 def _classes(path: Path) -> Files:
-    """The image files in each subfolder, without hidden files; any other file raises `DataError`."""
-    found: Files = {}
-    for folder in _visible(path):
-        if not folder.is_dir():
-            raise DataError(f"{folder} is not a folder of images of one class.")
-        found[folder.name] = _visible(folder)
-        for file in found[folder.name]:
-            if file.suffix.lower() not in (".png", ".jpg", ".jpeg"):
-                raise DataError(f"{file} is not named .png, .jpg or .jpeg: convert it or move it away.")
-        if not found[folder.name]:
-            raise DataError(f"{folder} has no images.")
-    if not found:
-        raise DataError(f"{path} has no classes.")
-    return found
-
-
-def _visible(path: Path) -> list[Path]:
-    return sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+    """The image files in each subfolder, without hidden files."""
+    return {
+        name: [path / name / image for image in entries(path / name, folders=False)]
+        for name in entries(path, folders=True)
+    }
 
 
 def _split(classes: Files, held_out: int) -> tuple[Files, Files, Files]:

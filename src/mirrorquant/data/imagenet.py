@@ -12,7 +12,6 @@ a `val.txt` whose lines are the name of a file and its class: its id, or its num
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,12 +20,12 @@ import torch
 from mirrorquant import _files
 
 from .base import Data, DataError
+from .files import entries, sized
 from .registry import register
 from .streamed import Paths, Photos
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZE, CLASSES, IMAGENETTE_CLASSES = 224, 1000, 10
-SUFFIXES = (".png", ".jpg", ".jpeg")
 KAGGLE, OFFICIAL = "LOC_val_solution.csv", "ILSVRC2012_validation_ground_truth.txt"
 LABELS = (KAGGLE, "val.txt", OFFICIAL)
 
@@ -71,10 +70,7 @@ def imagenette(root: Path, *, download: bool) -> Data:
 @register("photos:PATH", remedy=LAYOUT)
 def photos(text: str) -> Data:
     """The images under a path, normalised as those of ImageNet usually are."""
-    match = re.fullmatch(r"(.+?)(?::(\d{1,6}))?", text)
-    if match is None or not Path(match[1]).is_dir():
-        raise DataError(f"{text or 'photos:'} is not a folder.")
-    return _splits(f"photos:{text}", Path(match[1]), int(match[2] or SIZE))
+    return _splits(f"photos:{text}", *sized(text, "photos", SIZE))
 
 
 def _first(folders: Sequence[Path]) -> Path:
@@ -96,34 +92,15 @@ def _listed(folder: Path, classes: tuple[str, ...] = (), size: int = SIZE) -> tu
     """The images in each subfolder, without hidden files; classes that are not among those given are refused."""
     files: list[str] = []
     labels: list[int] = []
-    found = _entries(folder, folders=True)
-    if not found:
-        raise DataError(f"{folder} has no classes.")
+    found = entries(folder, folders=True, ignored=LABELS)
     for name in sorted(set(found) - set(classes or found)):
         raise DataError(f"{folder / name}: the class {name} has no training images. Add them, or move it away.")
     classes = classes or tuple(found)
     for name in found:
-        images = _entries(folder / name, folders=False)
-        if not images:
-            raise DataError(f"{folder / name} has no images.")
+        images = entries(folder / name, folders=False)
         files += [f"{folder}{os.sep}{name}{os.sep}{image}" for image in images]
         labels += [classes.index(name)] * len(images)
     return Photos(Paths(files), torch.tensor(labels), classes, size), classes
-
-
-def _entries(folder: Path, *, folders: bool) -> list[str]:
-    """The sorted names of all subfolders, or all images, in a folder; other visible files but labels are refused."""
-    names = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith(".") or entry.name in LABELS:
-                continue
-            if folders and not entry.is_dir():
-                raise DataError(f"{entry.path} is not a folder of images of one class.")
-            if not folders and not entry.name.lower().endswith(SUFFIXES):
-                raise DataError(f"{entry.path} is not named .png, .jpg or .jpeg: convert it or move it away.")
-            names.append(entry.name)
-    return sorted(names)
 
 
 def _flat(folder: Path, classes: tuple[str, ...], places: Sequence[Path]) -> Photos:
@@ -133,7 +110,7 @@ def _flat(folder: Path, classes: tuple[str, ...], places: Sequence[Path]) -> Pho
         remedy = f"put {KAGGLE} there, or val.txt with the lines FILE CLASS, or move the images to a folder per class"
         raise DataError(f"{folder} has no class folders, and {places[0]} has no file that lists the classes: {remedy}.")
     known = _ground_truth(files[0], classes)
-    names = _entries(folder, folders=False)
+    names = entries(folder, folders=False, ignored=LABELS)
     missing = next((name for name in names if Path(name).stem not in known), None)
     if missing is not None:
         raise DataError(f"{files[0]} does not name the class of {missing}.")

@@ -31,10 +31,7 @@ def decode(paths: Sequence[Path], size: int, *, fit: bool) -> Tensor:
     size raises `DataError`. So does a file that is not PNG or JPEG, has more than `MOST_PIXELS` pixels or does not
     decode. A damaged file that still decodes, as a JPEG with a changed byte can, is not noticed.
     """
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        raise DataError("Image files need pillow, which is missing. Run: pip install 'mirrorquant[images]'.") from error
+    require_pillow()
     images = torch.empty(len(paths), 3, size, size, dtype=torch.uint8)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         for number, pixels in enumerate(pool.map(lambda path: _pixels(path, size, fit), paths)):
@@ -63,6 +60,20 @@ def decode_once(paths: Sequence[Path], size: int, cache: Path) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8, offset=32).view(len(paths), 3, size, size)
 
 
+def require_pillow() -> None:
+    """Raises `DataError` with the remedy where pillow is missing."""
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise DataError("Image files need pillow, which is missing. Run: pip install 'mirrorquant[images]'.") from error
+
+
+def check_size(height: int, width: int) -> None:
+    """Raises ValueError for an image that is too large, before anything but its header is decoded."""
+    if height * width > MOST_PIXELS:
+        raise ValueError(f"{width}×{height} pixels, expected {MOST_PIXELS:,} at most")
+
+
 def rgb(file: Image.Image) -> Image.Image:
     """The image in colour, with 8 bits per channel; grey levels of 16 bits are divided by 256, not clipped."""
     return (file.point(lambda level: level * (1 / 256)).convert("L") if file.mode[0] == "I" else file).convert("RGB")
@@ -74,8 +85,7 @@ def _pixels(path: Path, size: int, fit: bool) -> bytearray:
     try:
         with _files.open_regular(path) as content, Image.open(content, formats=FORMATS) as file:
             width, height = file.size
-            if width * height > MOST_PIXELS:  # known from the header: nothing is decoded yet
-                raise ValueError(f"{width}×{height} pixels, expected {MOST_PIXELS:,} at most")
+            check_size(height, width)
             image = rgb(file)
         if fit:
             image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)

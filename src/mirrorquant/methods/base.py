@@ -90,7 +90,8 @@ class Method:
         """One line about the method."""
         return (cls.__doc__ or "").strip().split("\n")[0]
 
-    # Hooks. Those after ``start`` may have more arguments, with the names of the state that they need.
+    # Hooks. ``project``, ``pull_back``, ``settle`` and ``round`` may have more arguments, with the names of the state
+    # that they need.
 
     def lift(self, weight: Tensor) -> Tensor:
         """The latent that a model's initial weight starts from; extra dimensions come first."""

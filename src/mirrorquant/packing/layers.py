@@ -142,7 +142,7 @@ class _PackedLayer(nn.Module):
 
 
 class PackedConv2d(_PackedLayer, nn.Conv2d):  # type: ignore[override]
-    """A ``Conv2d`` on bits; it is one for code that asks ``isinstance``, too."""
+    """A ``Conv2d`` on bits; ``isinstance(layer, nn.Conv2d)`` is true of it."""
 
     _options = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
 
@@ -166,7 +166,7 @@ class PackedConv2d(_PackedLayer, nn.Conv2d):  # type: ignore[override]
 
 
 class PackedLinear(_PackedLayer, nn.Linear):  # type: ignore[misc, override]
-    """A ``Linear`` on bits; it is one for code that asks ``isinstance``, too.
+    """A ``Linear`` on bits; ``isinstance(layer, nn.Linear)`` is true of it.
 
     A small one computes few rows with floats, which are unpacked once. With ``int8`` each row of the input is quantized
     to 8 bits, which is faster and no longer exact.

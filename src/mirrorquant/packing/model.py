@@ -48,7 +48,7 @@ def pack(
     """A copy of a finalized model that holds its weights as bits and computes with them.
 
     Any module may have quantized weights; all are saved as bits. Convolutions (``Conv2d``) and linear layers compute
-    with them. What bits would slow down, or has no kernel for them, computes with floats that are unpacked once:
+    with them. Layers that bits would slow down, or that have no kernel for bits, use floats that are unpacked once:
     depthwise convolutions, linear layers with fewer than 65,536 weights, attention, recurrent layers, embeddings, ...
     ``packed.runs`` and ``mq.summary(packed)`` say for each tensor which it is, and why. The copy is for inference: it
     is in ``eval`` mode and stays there.

@@ -13,7 +13,7 @@ from safetensors import torch as safetensors
 from torch import Tensor, nn
 
 from mirrorquant import _files, models, packing
-from mirrorquant.data import Data, Extra, Photos, cached
+from mirrorquant.data import Data, Extra, Loader, Photos, StreamedLoader, cached
 from mirrorquant.data import load as load_data
 from mirrorquant.data import loader as load_batches
 from mirrorquant.errors import MirrorquantError
@@ -242,31 +242,13 @@ def task(
         _require("init", config.init)
     with world.first():
         images = data(config, download=download, say=say)
-    classes, share = len(images.classes), config.accumulate * world.size
-    if config.batch_size % share:
-        parts = f"accumulate={config.accumulate} and {world.size} processes"
-        raise ConfigError(f"batch_size is {config.batch_size}, but it must be divisible by {share} for {parts}")
-    options: dict[str, Any] = {"batch_size": config.batch_size, "seed": config.seed, "augment": config.augment}
-    if config.cutout >= 2 * max(images.shape[1:]):
-        size = "×".join(map(str, images.shape[1:]))
-        raise ConfigError(f"cutout is {config.cutout}, which erases all of each {size} image: make it smaller")
-    try:
-        extra = Extra(**{each.name: config[each.name] for each in dataclasses.fields(Extra)})
-        loader = load_batches(images, **options, part=world.part, workers=config.workers, extra=extra)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    loader = _batches(config, images, world)
     config = config.timed(loader.batches_per_epoch)
     torch.manual_seed(config.seed)
-    network = model(config, classes, images.shape[0])
+    network = model(config, len(images.classes), images.shape[0])
     if init and config.init:
         start_from(config.init, network)
-    if config.sync_norms:
-        if place.type != "cuda":
-            raise ConfigError("sync_norms needs CUDA: on a CPU torch has no batch norm over several processes")
-        network = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
-    if config.accumulate > 1:  # 1 - (1 - m) is not m to the last bit
-        _slow_down(network, config.accumulate)
-    network.to(place)
+    network = _placed(network, config, place)
     channels_last = config.channels_last
     if channels_last is None:
         channels_last = place.type == "cuda" or not any(map(_breaks_channels_last, network.modules()))
@@ -277,7 +259,7 @@ def task(
         opt=optimizer(config, network, loader.batches_per_epoch),
         loader=loader,
         data=images,
-        objective=objective(config, classes, place),
+        objective=objective(config, len(images.classes), place),
         lr=config.build_lr(),
         device=place,
         dtype=getattr(torch, resolve(config).precision),
@@ -287,6 +269,34 @@ def task(
         workers=config.workers,
         world=world,
     )
+
+
+def _batches(config: Config, images: Data, world: World) -> Loader | StreamedLoader:
+    """This process's share of the training batches."""
+    share = config.accumulate * world.size
+    if config.batch_size % share:
+        parts = f"accumulate={config.accumulate} and {world.size} processes"
+        raise ConfigError(f"batch_size is {config.batch_size}, but it must be divisible by {share} for {parts}")
+    if config.cutout >= 2 * max(images.shape[1:]):
+        size = "×".join(map(str, images.shape[1:]))
+        raise ConfigError(f"cutout is {config.cutout}, which erases all of each {size} image: make it smaller")
+    options: dict[str, Any] = {"batch_size": config.batch_size, "seed": config.seed, "augment": config.augment}
+    try:
+        extra = Extra(**{each.name: config[each.name] for each in dataclasses.fields(Extra)})
+        return load_batches(images, **options, part=world.part, workers=config.workers, extra=extra)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _placed(network: nn.Module, config: Config, place: torch.device) -> nn.Module:
+    """The network on its device, with batch norms for several processes and for batches in several parts."""
+    if config.sync_norms:
+        if place.type != "cuda":
+            raise ConfigError("sync_norms needs CUDA: on a CPU torch has no batch norm over several processes")
+        network = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
+    if config.accumulate > 1:  # 1 - (1 - m) is not m to the last bit
+        _slow_down(network, config.accumulate)
+    return network.to(place)
 
 
 def _slow_down(network: nn.Module, parts: int) -> None:

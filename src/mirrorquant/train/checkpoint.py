@@ -56,7 +56,7 @@ def load(path: Path) -> dict[str, Any]:
         digest, _, archive = content[len(_OLD) :].partition(b"\n")
         signed = archive
     if not content.startswith((_OLD, b"PK")):
-        raise CheckpointError(f"{path} is no checkpoint of mirrorquant: name a run's folder, or its best.pt")
+        raise CheckpointError(f"{path} is not a mirrorquant checkpoint: name a run's folder, or its best.pt")
     if hashlib.sha256(signed).hexdigest().encode() != digest:
         raise CheckpointError(f"{path} is damaged: the checksum does not match its {len(content):,} bytes")
     try:

@@ -186,7 +186,7 @@ class Config:
     engine: str = _machine(
         "auto",
         "graph trains by a CUDA graph (on a CPU without one); auto is graph on CUDA, plain elsewhere",
-        choices=("auto", "plain", "graph", "eager"),
+        choices=("auto", "plain", "graph"),
     )
 
     # How often things are recorded.
@@ -408,6 +408,8 @@ def upgrade(values: Mapping[str, Any]) -> dict[str, Any]:
     version = current.pop("version", 1)
     if version == 1 and isinstance(current.get("method"), str):
         current["method"] = methods.RENAMED.get(current["method"], current["method"])
+    if current.get("engine") == "eager":  # as plain was called
+        current["engine"] = "plain"
     if isinstance(current.get("overrides"), dict):
         current["overrides"] = upgrade({**current["overrides"], "version": version})
     return current

@@ -128,11 +128,11 @@ class _GraphOrPlain:
 
 
 def choose(task: Task, engine: str, say: Callable[[str], None]) -> PlainEngine | _GraphOrPlain:
-    """The engine of that name: plain (also called eager), graph, or auto, which is graph on CUDA if it works.
+    """The engine of that name: plain, graph, or auto, which is graph on CUDA if it works.
 
     Raises:
         EngineError: engine is graph, and it cannot train this.
     """
-    if engine in ("plain", "eager") or (engine == "auto" and task.device.type != "cuda"):
+    if engine == "plain" or (engine == "auto" and task.device.type != "cuda"):
         return PlainEngine(task)
     return _GraphOrPlain(task, say, strict=engine == "graph")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mirrorquant.data import Data, DataError, Images, Photos, clean_batches
 from mirrorquant.methods import REF
 from mirrorquant.optimizer import MirrorDescent
+from mirrorquant.packing.bits import count_planes
 from mirrorquant.train.distributed import ALONE, World
 from mirrorquant.train.objective import SCORES, Objective
 
@@ -66,12 +67,12 @@ def score(
 def layers(opt: MirrorDescent) -> list[dict[str, Any]]:
     """Name, shape, count and bits of each parameter, and whether a quantized one is off its levels now.
 
-    Learnt scales, which the optimizer trains too, are no parameters of the model.
+    Learnt scales, which the optimizer trains too, are not parameters of the model.
     """
     rows, scales = [], {state["scale"] for state in opt.state.values() if "scale" in state}
     for group in opt.param_groups:
         method, floating = group["method"], isinstance(group["method"], REF)
-        bits = 32 if floating else (len(method.levels) - 1).bit_length()
+        bits = 32 if floating else count_planes(method.levels)
         for name, p in zip(group["param_names"], group["params"], strict=True):
             if p in scales:
                 continue

@@ -375,7 +375,7 @@ class Master:
         tensor.grad = torch.zeros_like(tensor)
 
     def take_state(self, base: Optimizer, flat: Optimizer) -> None:
-        """Moments become flat tensors; what is no moment, such as a step count, must be the same for all members."""
+        """Moments become flat tensors; what is not a moment, such as a step count, must be the same for all members."""
         states = [base.state.get(member, {}) for member in self.members]
         for name, value in states[0].items():
             if isinstance(value, Tensor) and value.shape == self.members[0].shape:

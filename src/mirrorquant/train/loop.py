@@ -77,7 +77,7 @@ class Run:
             self.folder.lock()
         try:
             if self.world.shared(not resumed and self.folder.begun):
-                raise RunError(f"{folder} already holds a run: continue it with --resume, or choose another --out")
+                raise RunError(f"{folder} already holds a run: continue it with --resume, or choose another folder")
             init = not resumed or not self.world.shared(self.folder.checkpoints)
             # A run from elsewhere starts no download.
             self.task = build.task(config, download=not resumed, init=init, world=self.world, say=self.say)
@@ -199,7 +199,7 @@ class Run:
         self.progress.say(message)
 
     def warn(self, message: str) -> None:
-        """The same for what is no progress: it is shown even if the run is quiet."""
+        """Like ``say``, for warnings: shown even if the run is quiet."""
         self.messages.append(message)
         self.progress.say(f"warning: {message}", anyway=self.world.chief)
 

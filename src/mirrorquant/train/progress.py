@@ -54,7 +54,7 @@ class Progress:
             print(f"{self.title}  {done}/{self.total}  {rate}  {text}", file=sys.stderr, flush=True)
 
     def say(self, message: str, *, anyway: bool = False) -> None:
-        """Shows a message beside the bar; if this is quiet, only ``anyway``."""
+        """Shows a message beside the bar; when quiet, only if ``anyway`` is set."""
         message = printable(message)  # it may quote a stranger's file
         if self.bar is not None:
             self.bar.console.print(message, highlight=False, markup=False)

@@ -68,7 +68,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             file = self._held.enter_context(_files.open_regular(self.path / ".lock", "ab"))
         except OSError as error:
-            remedy = "choose another --out"
+            remedy = "choose another folder"
             raise RunError(f"{self.path} cannot be used as a run folder ({error.strerror}): {remedy}") from error
         try:
             import fcntl
@@ -78,7 +78,7 @@ class RunFolder:
             pass
         except OSError:
             self.release()
-            raise RunError(f"{self.path} is in use by another run: wait for it, or choose another --out") from None
+            raise RunError(f"{self.path} is in use by another run: wait for it, or choose another folder") from None
         _LOCKED.add(self)
         for unfinished in self.path.glob("*.writing"):  # by a run that was killed
             with suppress(OSError):

@@ -142,7 +142,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     """The library, or the reason why there is none."""
     if not _FILE.exists():
         return None, (
-            "they were not compiled when mirrorquant was installed, for want of a working C compiler;"
+            "they were not compiled when mirrorquant was installed, because no working C compiler was found;"
             " install it again with one"
         )
     try:
