@@ -260,6 +260,23 @@ def test_every_method_learns(name):
     assert torch.equal(BINARY.nearest(trajectory(name, anneal_for(name), steps=300)[-1]), teacher)
 
 
+def test_binary_connect_leaves_latents_outside_the_hull_and_its_clipped_form_brings_them_back():
+    ended = {}
+    for name in ("bc", "bc-clip"):
+        w = nn.Parameter(torch.tensor([0.5, 3.0, -0.98]))
+        opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.1), name)
+        path = []
+        for direction in (1.0, 1.0, -1.0, -1.0):
+            w.grad = torch.full_like(w, direction)
+            opt.step()
+            path.append(opt.state[w]["latent"].clone())
+        ended[name] = torch.stack(path, 1)
+    expected = [[0.4, 0.3, 0.4, 0.5], [3.0, 3.0, 3.0, 3.0], [-1.08, -1.08, -1.08, -1.08]]
+    torch.testing.assert_close(ended["bc"], torch.tensor(expected))
+    expected = [[0.4, 0.3, 0.4, 0.5], [1.0, 0.9, 1.0, 1.0], [-1.0, -1.0, -0.9, -0.8]]
+    torch.testing.assert_close(ended["bc-clip"], torch.tensor(expected))
+
+
 def test_methods_are_listed_with_one_line_each():
     names = methods.names()
     assert {"ref", "bc", "pq", "pmf", "gd-tanh", "md-tanh", "md-softmax", "md-tanh-s", "md-softmax-s"} <= set(names)

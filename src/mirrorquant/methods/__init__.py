@@ -39,12 +39,12 @@ from collections.abc import Iterable
 from mirrorquant._registry import suggestion
 from mirrorquant.levels import BINARY, Levels
 from mirrorquant.methods.base import Method
-from mirrorquant.methods.baselines import BC, PQ, REF, PQLevels
+from mirrorquant.methods.baselines import BC, PQ, REF, BCClip, PQLevels
 from mirrorquant.methods.softmax import PMF, MDSoftmax, MDSoftmaxBounded, MDSoftmaxS, PMFExact
 from mirrorquant.methods.tanh import MD, GDTanh, MDTanh, MDTanhBounded, MDTanhS
 
 __all__ = ["BC", "MD", "PMF", "PQ", "REF", "GDTanh", "MDSoftmax", "MDSoftmaxBounded", "MDSoftmaxS", "MDTanh"]
-__all__ += ["MDTanhBounded", "MDTanhS", "Method", "PMFExact", "PQLevels", "get", "names"]
+__all__ += ["BCClip", "MDTanhBounded", "MDTanhS", "Method", "PMFExact", "PQLevels", "get", "names"]
 
 RENAMED = {
     "md-tanh": "md-tanh-bounded",

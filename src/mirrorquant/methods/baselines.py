@@ -11,7 +11,7 @@ from mirrorquant.levels import BINARY, TERNARY
 from mirrorquant.methods.base import Method, State, nearest_or_nan
 from mirrorquant.mirrors import Beta
 
-__all__ = ["BC", "PQ", "REF", "PQLevels"]
+__all__ = ["BC", "PQ", "REF", "BCClip", "PQLevels"]
 
 TERNARY_THRESHOLD = 0.7  # of mean |w|, as in ternary weight networks
 
@@ -35,7 +35,10 @@ class REF(Method):
 
 
 class BC(Method):
-    """BinaryConnect: sign(w̃) forward, straight-through gradient where w̃ is in the hull."""
+    """BinaryConnect: sign(w̃) forward, straight-through gradient where w̃ is in the hull.
+
+    As in the authors' program, a latent that has left the hull stays where it is; :class:`BCClip` keeps them inside.
+    """
 
     name = "bc"
     label = "BC"
@@ -55,6 +58,23 @@ class BC(Method):
     def round(self, latent: Tensor, beta: Beta) -> Tensor:
         """The nearest level; NaN stays NaN."""
         return nearest_or_nan(self.levels, latent)
+
+
+class BCClip(BC):
+    """BinaryConnect with latents that are clipped to the hull, so that none of them is out of the gradient's reach."""
+
+    name = "bc-clip"
+    label = "BC, clipped"
+    colour = "#aa5533"
+    can_follow = False  # the hull would shrink with the scale
+
+    def pull_back(self, grad: Tensor, latent: Tensor, beta: Beta) -> Tensor:
+        """dL/dw."""
+        return grad
+
+    def settle(self, latent: Tensor, beta: Beta, lr: Beta) -> Tensor:
+        """The latent, clipped to the hull."""
+        return latent.clamp(self.levels[0], self.levels[-1])
 
 
 class PQ(Method):
