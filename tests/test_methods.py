@@ -558,6 +558,25 @@ def test_with_a_scale_that_follows_training_starts_from_the_models_own_weights(n
     assert "differ by" in repr(opt)
 
 
+@pytest.mark.parametrize("name", ["md-tanh-s", "gd-tanh", "arctan"])
+@pytest.mark.parametrize("beta", [1.0, 2.0, 10.0, 1e4])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_scale_that_follows_stays_as_it_is_while_no_latent_moves(name, beta, late):
+    arctan = mq.mirror_from(lambda x: 2 / torch.pi * torch.atan(x), (-1, 1))
+    method = methods.MD(mq.levels.auto("binary"), mirror=arctan) if name == "arctan" else methods.get(name, "binary")
+    first, w = (nn.Parameter(initialized(nn.init.xavier_uniform_)) for _ in range(2))
+    opt = mq.MirrorDescent(torch.optim.SGD([first] if late else [w], lr=0.0), method, None, mq.schedules.constant(beta))
+    if late:
+        opt.add_param_group({"params": [w]})
+    scale, size = opt.state[w]["scale"].clone(), w.detach().norm()
+    for _ in range(2):
+        w.grad = torch.ones_like(w)
+        opt.step()
+    most = 2.0 if name == "arctan" else 1.25  # of which latents are 1.6 times as large as weights
+    assert bool((opt.state[w]["scale"] / scale).log().abs().max() < math.log(most))
+    assert size / most < w.detach().norm() < size * most
+
+
 def test_the_hull_narrows_to_the_levels():
     method = methods.MDTanhS("binary")
     w, opt, _ = quadratic(method, 30)
@@ -609,6 +628,26 @@ def test_a_learnt_scale_moves_in_proportion_and_stays_positive(per):
         expected = before * (-0.01 * before * slope.sum_to_size(scale.shape)).exp()  # log c - lr · c · dL/dc
         torch.testing.assert_close(scale.detach(), expected, rtol=1e-5, atol=0)
     assert bool((scale > 0).all())
+
+
+def test_an_exception_in_a_step_leaves_learnt_scales_as_they_were():
+    class Interrupted(methods.MDTanhS):
+        def pull_back(self, grad, latent, beta):
+            if stop and latent.shape[0] == stop:
+                raise KeyboardInterrupt
+            return grad
+
+    stop = 0
+    model = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Linear(4, 3, bias=False))
+    method = Interrupted(mq.levels.auto(how="learnt"))
+    opt = mq.MirrorDescent(torch.optim.Adam(model.parameters(), lr=0.01), method, anneal=mq.schedules.constant(1.0))
+    for stop in (0, 3, 4, 3, 0):
+        before = [opt.state[layer.weight]["scale"].detach().clone() for layer in model]
+        model(torch.ones(2, 5)).square().sum().backward()
+        with pytest.raises(KeyboardInterrupt) if stop else contextlib.nullcontext():
+            opt.step()
+        for layer, scale in zip(model, before, strict=True):
+            assert torch.equal(opt.state[layer.weight]["scale"], scale) == bool(stop)
 
 
 @pytest.mark.parametrize("sign", [-1, 1])

@@ -165,7 +165,8 @@ class Scale:
     """A factor c > 0 on the levels of a tensor: w = c · P(w̃ / c), so that the levels fit the weights.
 
     Args:
-        per: one factor per "tensor", or one per output "channel" (dimension 0) of a matrix or kernel.
+        per: one factor per "tensor", or one per "channel": dimension 0 of a matrix or kernel, its output channels (of a
+            transposed convolution its input channels).
         how: "fixed" as computed from the initial weights; "computed" again from the latent at each step; or "learnt" by
             the base optimizer, with dL/dc = Σ P(w̃ / c) · dL/dw; it moves log c, so that c stays positive and changes
             in proportion. "auto" is "computed" for the methods whose latent is on the scale of the weights, and "fixed"

@@ -184,13 +184,11 @@ class MirrorDescent(Optimizer):
             else:
                 loss = self.base.step(lambda: self._evaluate(closure))
         finally:
-            from_logs(self._quantized())
+            self._leave_logs()
         if not self.finalized:
             settle(self._quantized())
         for state in self.state.values():
             state["latent"].grad = None
-            if "scale" in state:
-                state["scale"].grad = None
         self._advance(after)
         self._write(rounded=False)
         return loss
@@ -379,21 +377,25 @@ class MirrorDescent(Optimizer):
                     theirs["weight_decay"] = theirs["weight_decay"] / scale
         return betas
 
-    def _evaluate(self, closure: Closure) -> Any:
+    def _leave_logs(self) -> None:
+        """Scales are no logarithms until the next pull_back, even after an exception."""
         from_logs(self._quantized())
         for state in self.state.values():
             if "scale" in state:
-                state["scale"].grad = None  # it is no logarithm until the next pull_back, even after an exception
+                state["scale"].grad = None
+
+    def _evaluate(self, closure: Closure) -> Any:
+        self._leave_logs()
         self._write(rounded=False)
         with torch.enable_grad():
             loss = closure()
         with torch.no_grad():
-            self._pull_back()
+            self._pull_back(unchanged="")  # the optimizer may have moved the latents before this call
         return loss
 
-    def _pull_back(self) -> None:
+    def _pull_back(self, unchanged: str = "; nothing was changed") -> None:
         if self._check_gradients:
-            self._refuse_bad_gradients()
+            self._refuse_bad_gradients(unchanged)
         if not self.finalized:
             tensors = self._quantized()
             pull_back(tensors)
@@ -439,7 +441,7 @@ class MirrorDescent(Optimizer):
                 "has a gradient: build the optimizer first and freeze it afterwards, or build another one"
             )
 
-    def _refuse_bad_gradients(self) -> None:
+    def _refuse_bad_gradients(self, unchanged: str) -> None:
         if torch.compiler.is_compiling():
             return
         grads = [(self._names[p], p.grad) for p in self._params() if p.grad is not None]
@@ -450,7 +452,7 @@ class MirrorDescent(Optimizer):
         for name, grad in grads:
             if not bool(torch.isfinite(grad).all()):
                 raise ValueError(
-                    f"the gradient of {name} holds NaN or inf at step {self.steps}; nothing was changed. Lower the "
+                    f"the gradient of {name} holds NaN or inf at step {self.steps}{unchanged}. Lower the "
                     "learning rate, clip the gradients, or look for the operation with torch.autograd.detect_anomaly()"
                 )
 

@@ -54,30 +54,30 @@ class Quantized(NamedTuple):
 
 
 def pull_back(tensors: list[Quantized]) -> None:
-    """latent.grad = pull_back(weight.grad), and the gradients of the logarithms of learnt scales."""
+    """latent.grad = pull_back(weight.grad)."""
     for _, weight, state, method, beta, _ in tensors:
         grad = weight.grad
         _set_grad(state["latent"], None if grad is None else method.gradient(grad, state, beta))
-        if method.learns_scale:
-            scale = state["scale"]
-            _set_grad(scale, None if grad is None else scale.detach() * method.scale_gradient(grad, state, beta))
 
 
 def to_logs(tensors: list[Quantized]) -> None:
-    """Learnt scales become their logarithms while the base optimizer moves them, so that they stay positive."""
-    for scale in _moving_scales(tensors):
-        scale.log_()
+    """Learnt scales become their logarithms while the base optimizer moves them, so that they stay positive.
+
+    One that has a gradient is a logarithm, also if an exception ends the step.
+    """
+    for _, weight, state, method, beta, _ in tensors:
+        if method.learns_scale:
+            scale, grad = state["scale"], weight.grad
+            _set_grad(scale, None if grad is None else scale.detach() * method.scale_gradient(grad, state, beta))
+            if grad is not None:
+                scale.log_()
 
 
 def from_logs(tensors: list[Quantized]) -> None:
     """The inverse, afterwards; a step of any size leaves a scale that float32 can hold."""
-    for scale in _moving_scales(tensors):
-        scale.clamp_(-80, 80).exp_()
-
-
-def _moving_scales(tensors: list[Quantized]) -> list[Tensor]:
-    scales = [q.state["scale"] for q in tensors if q.method.learns_scale]
-    return [scale for scale in scales if scale.grad is not None]
+    for q in tensors:
+        if q.method.learns_scale and q.state["scale"].grad is not None:
+            q.state["scale"].clamp_(-80, 80).exp_()
 
 
 def settle(tensors: list[Quantized]) -> None:

@@ -19,6 +19,7 @@ __all__ = ["Method", "nearest_or_nan"]
 State = dict[str, Any]
 _HOOKS = {"project": 3, "pull_back": 4, "settle": 4, "round": 3}  # with the number of their own arguments
 INSIDE = 0.995  # of the hull: where a weight that lies further out starts
+_NEAR = 3.0  # of the hull: where a latent that lies further out starts; tanh has 2.99 at INSIDE, arctan over 100
 _PROBES = (-1.5, -0.75, -0.25, 0.25, 0.75, 1.5)
 
 
@@ -98,7 +99,7 @@ class Method:
         return weight
 
     def invert(self, weight: Tensor, beta: Beta) -> Tensor:
-        """The latent whose image is the weight, which is in the hull: with a scale that follows, training starts there.
+        """The latent whose image is the weight, which is in the hull: with a scale that follows, β = 1 starts there.
 
         By default the latent is lifted.
         """
@@ -138,14 +139,13 @@ class Method:
         if bool(weight.isnan().any()):
             raise ValueError(f"{name} holds NaN, so there is nothing to quantize: initialize or load it again")
         state: State = {} if self.scale is None else {"scale": self.scale.of(weight, self.levels)}
-        hull = self.hull(state, beta)
-        unit, hook = (weight if hull is None else weight / hull), "lift"
+        hull = self.hull(state, 1.0)  # whatever β is: a scale that follows needs latents of the weights' size
+        unit = weight if hull is None else weight / hull
         if self.follows:
-            reach, hook = INSIDE * self.levels.radius, "invert"
-            latent = self.invert(unit.clamp(self.levels.centre - reach, self.levels.centre + reach), beta)
+            latent = self._checked("invert", name, self.invert(self._within(unit, INSIDE), 1.0), weight.shape)
+            latent = self._within(latent, _NEAR)
         else:
-            latent = self.lift(unit)
-        latent = self._checked(hook, name, latent, weight.shape).clone()
+            latent = self._checked("lift", name, self.lift(unit), weight.shape).clone()
         if latent.shape != weight.shape and self.scale is not None and self.scale.how == "computed":
             raise ValueError(f"{self} has several latents, from which no scale can be computed: set can_follow = False")
         state["latent"] = latent if hull is None else latent * hull
@@ -254,6 +254,11 @@ class Method:
 
     def _projected(self, state: State, beta: Beta) -> Tensor:
         return self.project(self._unit(state, beta), beta, **self._more("project", state))
+
+    def _within(self, unit: Tensor, reach: float) -> Tensor:
+        """Clipped to the hull of the levels, enlarged by a factor."""
+        radius = reach * self.levels.radius
+        return unit.clamp(self.levels.centre - radius, self.levels.centre + radius)
 
     def _more(self, hook: str, state: State) -> dict[str, Tensor]:
         return {name: state[name] for name in self.wanted[hook]}

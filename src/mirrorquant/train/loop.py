@@ -82,7 +82,7 @@ class Run:
             # A run from elsewhere starts no download.
             self.task = build.task(config, download=not resumed, init=init, world=self.world, say=self.say)
             if init and config.init and (gap := self.task.opt.start_gap) > _WIDEST_START:
-                known = "MD-tanh-S and GD-tanh with scale=tensor or scale=channel keep them"
+                known = "MD-tanh-S and GD-tanh with scale=tensor or scale=channel keep them, if beta starts at 1"
                 self.warn(f"at the start the weights differ by {gap:.0%} from those of init {config.init}: {known}")
             self._check_images(config.images if resumed else 0)
             self.config = config if resumed else self._begun(config)
