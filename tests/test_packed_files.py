@@ -30,7 +30,7 @@ from torch import nn
 
 import mirrorquant as mq
 from mirrorquant.cli import main
-from mirrorquant.packing import PackError, file, read
+from mirrorquant.packing import PackedTensor, PackError, file, read
 
 
 @pytest.mark.parametrize("affine", [False, True])
@@ -344,6 +344,7 @@ def test_metadata_stay_with_a_model(tmp_path):
     mq.save(network("digitsnet"), path, about={"accuracy": 98.6})
     loaded = mq.load(path)
     assert loaded.about == {"accuracy": 98.6}
+    assert mq.pack(loaded, int8=True).about == mq.pack(loaded, skip="fc").about == loaded.about
     mq.save(loaded, again)
     assert again.read_bytes() == path.read_bytes()
     mq.save(loaded, again, about={"accuracy": 99})
@@ -460,13 +461,13 @@ LIES = {
     "a billion classes": (put(2**30, "architecture", "options", "classes"), "but the model's is"),
     "classes of text": (put("10", "architecture", "options", "classes"), "cannot be built"),
     "an unknown option": (put(3, "architecture", "options", "depth"), "cannot be built"),
-    "a huge shape": (put([2**40, 64], "packed", "fc.weight", "shape"), "shape '[1099511627776, 64]' is invalid"),
+    "a huge shape": (put([2**40, 64], "packed", "fc.weight", "shape"), "the bits or the scale of fc.weight do not"),
     "a product beyond 64 bits": (
         put([2**61, 2**61, 2**61], "fc.weight", "shape", told=False),
         "overflow computing buffer size",
     ),
-    "a negative size": (put([-10, 64], "packed", "fc.weight", "shape"), "invalid shape dimension -10"),
-    "another shape": (put([64, 10], "packed", "fc.weight", "shape"), "shape '[64, 10]' is invalid"),
+    "a negative size": (put([-10, 64], "packed", "fc.weight", "shape"), "do not have its shape [-10, 64]"),
+    "another shape": (put([64, 10], "packed", "fc.weight", "shape"), "do not have its shape [64, 10]"),
     "a shape of the same size": (put([10, 8, 8], "packed", "fc.weight", "shape"), "but the model's is"),
     "another dtype": (put("float16", "packed", "fc.weight", "dtype"), "fc.weight is torch.float16 [10, 64], but"),
     "no such dtype": (put("float12", "packed", "fc.weight", "dtype"), "'float12'"),
@@ -500,6 +501,33 @@ def test_a_lying_header_is_rejected_with_the_reason(lie):
     assert str(path) in str(told.value)
     assert message in str(told.value)
     assert str(told.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "change", ["a column of scales", "scales of another dtype", "bits as floats", "a second plane"]
+)
+def test_bits_and_scales_of_another_shape_are_refused_before_they_are_computed_with(change, monkeypatch):
+    bits = mq.pack(scaled_rows()).entries()["weight"]
+    planes, scale = bits.planes, bits.scale
+    if change == "a column of scales":
+        scale = scale[:, None]
+    elif change == "scales of another dtype":
+        scale = scale.double()
+    else:
+        planes = planes.float() if change == "bits as floats" else torch.cat([planes, planes])
+    tensors = {"weight": planes, "weight.scale": scale}
+    told = {"shape": list(bits.shape), "levels": [-1.0, 1.0], "dtype": "float32", "scale": "weight.scale"}
+    told = {"sha256": "0" * 64, "format": file.FORMAT, "library": "", "packed": {"weight": told}, "about": {}}
+    header, body = split(container.save(tensors, {"mirrorquant": json.dumps(told)}))
+    monkeypatch.setattr(PackedTensor, "unpack", lambda bits: pytest.fail("computed"))
+    with pytest.raises(PackError, match="the bits or the scale of weight do not have its shape"):
+        read(scratch(sealed(header, body)))
+
+
+def scaled_rows():
+    layer = on_levels(nn.Linear(64, 32, bias=False))
+    layer.weight.data *= torch.arange(1, 33)[:, None]
+    return layer
 
 
 def test_a_level_number_without_a_level_is_refused():

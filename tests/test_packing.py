@@ -24,6 +24,8 @@ from mirrorquant.levels import Levels
 from mirrorquant.nn import BinaryActivation
 from mirrorquant.packing import PackedConv2d, PackedLinear, PackedTensor, PackError, fuse, kernels
 from mirrorquant.packing.bits import pack_bits, unpack_bits
+from mirrorquant.packing.kernels import native, ops
+from mirrorquant.packing.kernels.prepared import weight
 
 LEVELS = [mq.BINARY, mq.TERNARY, 0.1 * mq.BINARY, Levels(-1, 0.25, 1, 3), Levels(*range(16)), Levels(*range(100))]
 
@@ -207,6 +209,19 @@ def test_layers_after_a_sign_are_equal_to_the_bit(data):
         assert [name for name in graphs[0] if name != "contiguous"] in (kernel, [*kernel, "_ordered"])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_computed_on_bits_and_rounded_once(dtype, monkeypatch):
+    decoded = []
+    monkeypatch.setattr(ops, "weight", lambda *given: (decoded.append(given), weight(*given))[1])
+    linear, convolution = PackedLinear(on_levels(nn.Linear(300, 70))), PackedConv2d(on_levels(nn.Conv2d(64, 32, 3)))
+    for packed, x in ((linear, torch.randn(20, 300)), (convolution, torch.randn(2, 64, 6, 6))):
+        x = x.to(dtype)
+        y = packed(x)
+        assert y.dtype == dtype
+        assert torch.equal(y, packed(x.float()).to(dtype))
+    assert not decoded or native.active() == "torch"
+
+
 def test_every_float_dtype_goes_in_and_comes_out():
     layer = on_levels(nn.Conv2d(3, 8, 3))
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
@@ -376,9 +391,74 @@ def test_misuse_is_told():
         mq.unpack(network("digitsnet"))
     with pytest.raises(PackError, match="has no weight to pack"):
         mq.pack(nn.Sequential(nn.ReLU()))
+    whole = nn.Sequential(nn.Linear(8, 8), nn.Sequential(packed))
+    for refused in (mq.pack, lambda model: mq.save(model, "no"), lambda model: mq.export(model, "no.onnx", x)):
+        with pytest.raises(PackError, match=r"1\.0 is packed already: put the plain module in its place"):
+            refused(whole)
+    with pytest.raises(PackError, match="0 has no shape yet: run one batch"):
+        mq.pack(nn.Sequential(nn.LazyLinear(8)))
+    many = nn.Linear(30, 20)
+    many.weight.data.copy_(torch.linspace(-1, 1, 600).view(20, 30))
+    with pytest.raises(PackError, match="there are 600 levels, but a packed weight has at most 256"):
+        mq.pack(many, levels=many.weight.flatten().tolist())
     again = mq.pack(packed)
     assert again is not packed
     assert same_state(mq.unpack(again), mq.unpack(packed))
+
+
+class Counted(nn.Linear):
+    """Has a tensor of extra state."""
+
+    count = 3
+
+    def get_extra_state(self):
+        return torch.tensor(self.count)
+
+    def set_extra_state(self, state):
+        self.count = int(state)
+
+
+def test_extra_state_is_refused_and_not_lost():
+    with pytest.raises(PackError, match=r"1\._extra_state is extra state of a module"):
+        mq.pack(nn.Sequential(nn.Linear(8, 8), on_levels(Counted(8, 8))))
+
+
+class Twice(nn.Module):
+    """Holds its layer's weight in a list, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(512, 512, bias=False)
+        self.others = [{"weight": self.layer.weight}]
+
+    def forward(self, x):
+        return F.linear(self.layer(x), self.others[0]["weight"].t())
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@torch.no_grad()
+def test_a_weight_that_is_also_in_a_list_keeps_its_numbers(fuse, tmp_path):
+    model, x = on_levels(Twice()), torch.randn(3, 512)
+    packed = mq.pack(model, fuse=fuse)
+    agree(packed(x), model, x)
+    mq.save(packed, tmp_path / "twice.safetensors")
+    agree(mq.load(tmp_path / "twice.safetensors", Twice())(x), model, x)
+
+
+def test_float64_runs_as_floats():
+    model = on_levels(nn.Linear(512, 512)).double()
+    assert mq.pack(model).runs["weight"] == "float: float64 has no kernel for bits"
+    x = torch.randn(3, 512).double()
+    with torch.no_grad():
+        agree(mq.pack(model)(x), model, x)
+
+
+@torch.no_grad()
+def test_a_packed_model_that_was_compiled_runs_compiled():
+    packed, graphs = mq.pack(on_levels(nn.Linear(512, 512))), []
+    packed.compile(backend=lambda graph, inputs: (graphs.append(graph), graph.forward)[1])
+    packed(torch.randn(32, 512))
+    assert graphs
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ from mirrorquant.levels import BINARY, TERNARY, Levels
 __all__ = ["PackError", "PackedTensor", "off_level"]
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of tensors that can be bits
+_MOST = 256  # levels, whose numbers fit in a byte
 _DETECTED = 16  # more distinct values than this are not taken for levels, unless the caller passes them
 _SAMPLE = 4096
 _WHOLE = 8  # the largest of the whole numbers that are tried as levels
@@ -70,6 +71,8 @@ class PackedTensor(nn.Module):
         given), also with a scale for the tensor or for each row; without levels, too, any set of few values, and levels
         in the ratio of whole numbers up to 8 with a scale for each row.
         """
+        if levels is not None and len(levels) > _MOST:
+            raise PackError(f"there are {len(levels)} levels, but a packed weight has at most {_MOST}: use fewer")
         tensor = tensor.detach()
         table = tensor.reshape(layout(tensor.shape))
         for found, scale in _candidates(table, levels) if tensor.dtype in DTYPES else ():

@@ -27,8 +27,18 @@ from mirrorquant import _files, models
 from mirrorquant._text import first_line
 from mirrorquant._version import __version__
 from mirrorquant.levels import Levels
-from mirrorquant.packing.bits import DTYPES, PackedTensor, PackError
-from mirrorquant.packing.model import Entry, PackedModel, as_bits, assemble, entries_of, skeleton, state, whole
+from mirrorquant.packing.bits import DTYPES, PackedTensor, PackError, count_planes, layout
+from mirrorquant.packing.model import (
+    Entry,
+    PackedModel,
+    as_bits,
+    assemble,
+    entries_of,
+    packable,
+    skeleton,
+    state,
+    whole,
+)
 from mirrorquant.select import unwrapped
 
 __all__ = ["Contents", "load", "read", "save"]
@@ -93,7 +103,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None, *, fuse: 
         return Best.load(path).packed(fuse=fuse)
     contents = read(path)
     try:
-        plain = _build(contents.architecture) if model is None else _emptied(unwrapped(model))
+        plain = _build(contents.architecture) if model is None else _emptied(packable(unwrapped(model)))
         entries = _matched(contents.entries, plain)
     except PackError as error:
         raise PackError(f"{path}: {error}") from error
@@ -151,7 +161,7 @@ def stored(model: nn.Module, *, finalized: bool = True) -> tuple[nn.Module, dict
     """
     model = unwrapped(model)
     if finalized and not isinstance(model, PackedModel):
-        return model, entries_of(model, None)
+        return model, entries_of(packable(model), None)
     plain = model.plain if isinstance(model, PackedModel) else model
     entries: dict[str, Entry] = model.entries() if isinstance(model, PackedModel) else dict(state(model))
     parameters = {name for name, _ in plain.named_parameters()}
@@ -229,8 +239,12 @@ def _contents(path: Path, content: bytes) -> Contents:
     for name, entry in description["packed"].items():
         dtype, scale = _DTYPES[entry["dtype"]], tensors.pop(f"{name}.scale") if "scale" in entry else None
         levels = Levels(*torch.tensor(entry["levels"], dtype=dtype).tolist())
-        entries[name] = bits = PackedTensor(tensors.pop(name), entry["shape"], levels, scale, dtype)
-        bits.unpack()  # raises an error unless bits, levels, scale and shape fit each other
+        planes, (rows, row) = tensors.pop(name), layout(entry["shape"])
+        fits = planes.dtype == torch.uint8 and planes.shape == (count_planes(levels), rows, -(-row // 8))
+        if not fits or (scale is not None and (scale.dtype != dtype or scale.shape not in ((rows,), (1,)))):
+            raise PackError(f"it is damaged: the bits or the scale of {name} do not have its shape {entry['shape']}")
+        entries[name] = bits = PackedTensor(planes, entry["shape"], levels, scale, dtype)
+        bits.unpack()  # raises an error for bits that are the number of no level
     return Contents(
         path=path,
         size=len(content),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch._prims_common import suggest_memory_format
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from mirrorquant import _owners
@@ -91,9 +92,12 @@ def pack(
     model = unwrapped(model)
     if isinstance(model, PackedModel):
         if levels is None and not skip:
-            return assemble(model.plain, copy.deepcopy(model.entries()), fuse=fuse, int8=int8)
-        model = unpack(model)
-    for name, tensor in state(model):
+            packed = assemble(model.plain, copy.deepcopy(model.entries()), fuse=fuse, int8=int8)
+        else:
+            packed = pack(unpack(model), levels=levels, skip=skip, fuse=fuse, int8=int8)
+        packed.about = dict(model.about)
+        return packed
+    for name, tensor in state(packable(model)):
         if hasattr(tensor, "full_tensor"):
             raise PackError(
                 f"{name} is spread over several processes, but a packed model runs in one: call mq.save(model, path) in"
@@ -160,7 +164,7 @@ class PackedModel(nn.Module):
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """As of any module, but with less overhead for small networks that run as they are."""
-        if self._guarded or is_grad_enabled():
+        if self._guarded or is_grad_enabled() or self._compiled_call_impl is not None:
             return super().__call__(*inputs, **options)
         network: Any = self._modules["network"]
         return (network._compiled_call_impl or network._call_impl)(*inputs, **options)  # its __call__, without a frame
@@ -228,12 +232,24 @@ def state(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and persistent buffers, each once, in the model's order."""
     if not isinstance(model, nn.Module):
         raise PackError(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
-    kept = model.state_dict(keep_vars=True)
-    odd = [name for name, value in kept.items() if not isinstance(value, Tensor)]
-    if odd:
-        raise PackError(f"{odd[0]} is extra state of a module and not a tensor: it cannot be packed")
+    kept, modules = model.state_dict(keep_vars=True), dict(model.named_modules())
+    known = {name for each in (model.named_parameters, model.named_buffers) for name, _ in each(remove_duplicate=False)}
+    for name in kept.keys() - known:
+        if not isinstance(modules.get(name.rpartition(".")[0]), PackedTensor):
+            raise PackError(f"{name} is extra state of a module, neither a parameter nor a buffer: it cannot be packed")
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [(name, tensor) for name, tensor in tensors if name in kept]
+
+
+def packable(model: nn.Module) -> nn.Module:
+    """The model, unless a part of it is packed already or has no shape yet."""
+    for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, (PackedModel, *_PACKED)):
+            remedy = "put the plain module in its place, which mq.unpack returns, or save that part apart"
+            raise PackError(f"{path or 'the model'} is packed already: {remedy}")
+        if any(map(is_lazy, module.parameters(recurse=False))):
+            raise PackError(f"{path or 'the model'} has no shape yet: run one batch through the model first")
+    return model
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -385,8 +401,13 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
                 rows = 1 if int8 else fewest_rows(module)
                 bits = "bits" if rows == 1 else f"bits from {rows} rows on; float: fewer rows are faster"
                 runs[name].append(bits if not why and key == "weight" else f"float: {reason}")
-    kept = [module for path, module in plain.named_modules() if path not in layers]
-    used = {names.get(id(parameter)) for module in kept for parameter in module.parameters(recurse=False)}
+    used = {  # also parameters that a module holds in a list
+        names.get(id(leaf))
+        for path, module in plain.named_modules()
+        for key, value in vars(module).items()
+        if path not in layers or key != "_parameters"
+        for leaf in tree_leaves(value)
+    }
     tensors = {  # bits are unpacked for modules that run on numbers, even if a packed layer shares them
         name: _numbers(entry) for name, entry in entries.items() if isinstance(entry, Tensor) or name in used
     }
@@ -417,5 +438,7 @@ def _why_floats(plain: nn.Module, path: str, weight: Entry | None, *, int8: bool
         return "nn.TransformerEncoderLayer computes with the weights of its layers"
     if not weight.planes.numel():
         return "it is empty"
+    if weight.dtype == torch.float64:
+        return "float64 has no kernel for bits"
     assert isinstance(module, (nn.Conv2d, nn.Linear))
     return "" if int8 and isinstance(module, nn.Linear) else why_floats(module, weight.levels, fused=fused)

@@ -17,6 +17,7 @@ from mirrorquant.packing.kernels.prepared import full_shape, is_native, level_by
 
 __all__ = ["call", "conv2d", "linear", "run"]
 
+_HALF = (torch.float16, torch.bfloat16)
 _LIBRARY = torch.library.Library("mirrorquant", "FRAGMENT")  # type: ignore[no-untyped-call]
 _WEIGHT = "Tensor x, Tensor prepared, int[] shape, float[] levels, str activation"
 _WINDOW = "int[] stride, int[] padding, int[] dilation, int groups"
@@ -73,6 +74,9 @@ def run(x: Tensor, prepared: Tensor, geometry: Geometry, epilogue: Epilogue, lay
             return run(x, prepared, geometry, epilogue, layout)
     plan = _plan(x.shape, x.dtype, x.is_cpu, geometry, epilogue.relu, native.active(), torch.get_num_threads())
     epilogue.check(x.dtype, plan.size, geometry.shape[0])
+    if x.is_cpu and x.dtype in _HALF:  # for which there is no kernel, and torch's are slow
+        residual = None if epilogue.residual is None else epilogue.residual.float()
+        return run(x.float(), prepared, geometry, epilogue._replace(residual=residual), layout).to(x.dtype)
     y = None if plan.layer is None else _run_native(plan, plan.layer, x, prepared, geometry, epilogue)
     if y is None and x.is_cuda and gpu.is_gpu(prepared, geometry.shape, geometry.levels):
         y = gpu.linear(x, prepared, geometry, epilogue)

@@ -7,7 +7,7 @@
 enum { HEADER_BYTES = 64, NATIVE_LAYOUT = 1 };
 static const char MAGIC[8] = "MQKERN1";
 
-/* The first 64 bytes of a prepared weight (layout.py writes and documents them). */
+/* The first 64 bytes of a prepared weight (prepared.py writes and documents them). */
 typedef struct {
     char magic[8];
     int32_t layout, levels;
