@@ -235,9 +235,10 @@ def test_proxquant_is_the_published_prox():
     torch.testing.assert_close(methods.PQ(TERNARY).settle(w, 3.0, 0.1), ternary.clamp(-1, 1))
 
 
-def test_binaryconnect_stops_the_gradient_outside_the_hull():
+def test_binaryconnect_stops_the_gradient_outside_levels_without_a_scale():
     latent, grad = torch.tensor([-1.5, -1.0, 0.2, 1.0, 1.1]), torch.ones(5)
     assert methods.BC().pull_back(grad, latent, 1.0).tolist() == [0, 1, 1, 1, 0]
+    assert methods.BC("binary").pull_back(grad, latent, 1.0) is grad
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -38,6 +38,8 @@ class BC(Method):
     """BinaryConnect: sign(w̃) forward, straight-through gradient where w̃ is in the hull.
 
     As in the authors' program, a latent that has left the hull stays where it is; :class:`BCClip` keeps them inside.
+    Levels with a scale are about as large as the weights, so two fifths of the latents would be outside from the start:
+    then the gradient passes everywhere.
     """
 
     name = "bc"
@@ -51,7 +53,9 @@ class BC(Method):
         return self.levels.nearest(latent)
 
     def pull_back(self, grad: Tensor, latent: Tensor, beta: Beta) -> Tensor:
-        """dL/dw where q_min ≤ w̃ ≤ q_max, else 0."""
+        """dL/dw where q_min ≤ w̃ ≤ q_max, else 0; with a scale dL/dw."""
+        if self.scale is not None:
+            return grad
         inside = (latent >= self.levels[0]) & (latent <= self.levels[-1])
         return grad * inside if grad.is_sparse else torch.where(inside, grad, 0.0)
 
