@@ -210,6 +210,22 @@ class OnCuda(unittest.TestCase):
                     half = packed(x.cuda().bfloat16()).float().cpu()
                     torch.testing.assert_close(half, layer(x), rtol=2**-7, atol=0.5)
 
+    def test_packed_linear_layers_are_captured(self):
+        """Also with more rows than the Triton kernel takes, whose weights are unpacked in each call."""
+        layer = nn.Linear(700, 300).requires_grad_(False)
+        layer.weight.sign_()
+        packed = mq.pack(nn.Sequential(layer)).cuda().network
+        for dtype, rows in ((torch.float32, 3), (torch.float32, 40), (torch.float16, 3)):
+            with self.subTest(dtype=dtype, rows=rows), torch.no_grad():
+                x = torch.zeros(rows, 700, dtype=dtype, device="cuda")
+                packed(x)  # compiles the kernel
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    y = packed(x)
+                x.normal_()
+                graph.replay()
+                torch.testing.assert_close(y, packed(x))
+
 
 if __name__ == "__main__":
     unittest.main()

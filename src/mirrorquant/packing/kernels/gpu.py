@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 
 import torch
@@ -58,7 +59,10 @@ def unpack(prepared: Tensor, shape: Sequence[int], levels: Sequence[float], dtyp
     words = prepared[HEADER_BYTES:].view(torch.int32).view(len(levels) - 1, shape[0], -1, 1, _WORDS)
     shifts = torch.arange(32, dtype=torch.int32, device=prepared.device)[:, None]
     codes = (words >> shifts & 1).sum(0, dtype=torch.uint8).view(shape[0], -1)[:, : shape[1]]
-    return torch.tensor(tuple(levels), dtype=dtype, device=prepared.device)[codes.int()]
+    weight = torch.full(shape, levels[0], dtype=dtype, device=prepared.device)  # not a copy, which no graph captures
+    for number, level in enumerate(levels[1:], 1):
+        weight.masked_fill_(codes == number, level)
+    return weight
 
 
 def linear(x: Tensor, prepared: Tensor, geometry: Geometry, epilogue: Epilogue) -> Tensor:
@@ -80,7 +84,8 @@ def linear(x: Tensor, prepared: Tensor, geometry: Geometry, epilogue: Epilogue) 
     grid = (math.ceil(outputs / tile["block"]), math.ceil(rows / tile.get("group", rows)))
     tensors = x.contiguous(), prepared[HEADER_BYTES:].view(torch.int32), scale, shift, residual, y
     sizes = rows, outputs, inputs, chunks
-    kernel[grid](*tensors, *sizes, unit[0] / planes, planes=planes, relu=relu, **tile)
+    with nullcontext() if x.device.index == torch.cuda.current_device() else torch.cuda.device(x.device):
+        kernel[grid](*tensors, *sizes, unit[0] / planes, planes=planes, relu=relu, **tile)
     return y
 
 
