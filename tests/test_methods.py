@@ -559,23 +559,53 @@ def test_with_a_scale_that_follows_training_starts_from_the_models_own_weights(n
     assert "differ by" in repr(opt)
 
 
-@pytest.mark.parametrize("name", ["md-tanh-s", "gd-tanh", "arctan"])
+def arctan(levels):
+    slope_1 = mq.mirror_from(lambda x: 2 / torch.pi * torch.atan(torch.pi / 2 * x), (-1, 1))
+    return methods.MD(mq.levels.auto(levels), mirror=slope_1)
+
+
+@pytest.mark.parametrize("how", INITIALIZATIONS)
+@pytest.mark.parametrize("make", [methods.MDTanhS, methods.GDTanh, arctan])
 @pytest.mark.parametrize("beta", [1.0, 2.0, 10.0, 1e4])
 @pytest.mark.parametrize("late", [False, True])
-def test_a_scale_that_follows_stays_as_it_is_while_no_latent_moves(name, beta, late):
-    arctan = mq.mirror_from(lambda x: 2 / torch.pi * torch.atan(x), (-1, 1))
-    method = methods.MD(mq.levels.auto("binary"), mirror=arctan) if name == "arctan" else methods.get(name, "binary")
-    first, w = (nn.Parameter(initialized(nn.init.xavier_uniform_)) for _ in range(2))
-    opt = mq.MirrorDescent(torch.optim.SGD([first] if late else [w], lr=0.0), method, None, mq.schedules.constant(beta))
+def test_a_scale_that_follows_stays_as_it_is_while_no_latent_moves(how, make, beta, late):
+    first, w = (nn.Parameter(initialized(INITIALIZATIONS[how])) for _ in range(2))
+    method, anneal = make("binary"), mq.schedules.constant(beta)
+    opt = mq.MirrorDescent(torch.optim.SGD([first] if late else [w], lr=0.0), method, anneal=anneal)
     if late:
         opt.add_param_group({"params": [w]})
     scale, size = opt.state[w]["scale"].clone(), w.detach().norm()
     for _ in range(2):
         w.grad = torch.ones_like(w)
         opt.step()
-    most = 2.0 if name == "arctan" else 1.25  # of which latents are 1.6 times as large as weights
-    assert bool((opt.state[w]["scale"] / scale).log().abs().max() < math.log(most))
-    assert size / most < w.detach().norm() < size * most
+    assert 1 / 1.5 < float(opt.state[w]["scale"] / scale) < 1.5
+    assert size / 1.5 < w.detach().norm() < size * 1.5
+
+
+def test_a_few_large_weights_do_not_set_the_scale_of_a_mirror_with_long_tails():
+    w = nn.Parameter(initialized(nn.init.normal_))
+    with torch.no_grad():
+        w[:1] *= 8
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.0), arctan("binary"), anneal=mq.schedules.constant(1.0))
+    scale = opt.state[w]["scale"].clone()
+    w.grad = torch.ones_like(w)
+    opt.step()
+    assert 1 < float(opt.state[w]["scale"] / scale) < 1.5
+
+
+def test_what_start_returns_belongs_to_the_beta_of_the_start():
+    seen = []
+
+    class Keeps(methods.MDTanhS):
+        def start(self, weight, latent):
+            seen.extend([weight, latent])
+            return {}
+
+    w = nn.Parameter(initialized(nn.init.xavier_uniform_))
+    before = w.detach().clone()
+    opt = mq.MirrorDescent(torch.optim.SGD([w], lr=0.1), Keeps("binary"), anneal=mq.schedules.constant(10.0))
+    hull = opt.param_groups[0]["method"].hull(opt.state[w], 10.0)
+    torch.testing.assert_close(seen, [before / hull, opt.state[w]["latent"] / hull])
 
 
 def test_the_hull_narrows_to_the_levels():

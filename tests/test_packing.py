@@ -396,7 +396,7 @@ def test_misuse_is_told():
         with pytest.raises(PackError, match=r"1\.0 is packed already: put the plain module in its place"):
             refused(whole)
     with pytest.raises(PackError, match="0 has no shape yet: run one batch"):
-        mq.pack(nn.Sequential(nn.LazyLinear(8)))
+        mq.pack(nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.Linear(8, 8)))
     many = nn.Linear(30, 20)
     many.weight.data.copy_(torch.linspace(-1, 1, 600).view(20, 30))
     with pytest.raises(PackError, match="there are 600 levels, but a packed weight has at most 256"):
@@ -419,30 +419,46 @@ class Counted(nn.Linear):
 
 
 def test_extra_state_is_refused_and_not_lost():
-    with pytest.raises(PackError, match=r"1\._extra_state is extra state of a module"):
+    with pytest.raises(PackError, match=r"1\._extra_state is extra state, or the new name"):
         mq.pack(nn.Sequential(nn.Linear(8, 8), on_levels(Counted(8, 8))))
 
 
 class Twice(nn.Module):
-    """Holds its layer's weight in a list, too."""
+    """Has a layer whose weight is in another place, too."""
 
-    def __init__(self):
+    def __init__(self, way="list"):
         super().__init__()
-        self.layer = nn.Linear(512, 512, bias=False)
-        self.others = [{"weight": self.layer.weight}]
+        self.layer, self.other = nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False)
+        if way == "layer":
+            self.other = self.layer
+        elif way == "weight":
+            self.other.weight = self.layer.weight
+        else:
+            apart, self.other = self.other, None
+            apart.weight = self.layer.weight
+            self.kept = {
+                "list": [{0: apart.weight}],
+                "object": types.SimpleNamespace(weight=apart.weight),
+                "module": [apart],
+            }[way]
 
     def forward(self, x):
-        return F.linear(self.layer(x), self.others[0]["weight"].t())
+        if self.other is not None:
+            return self.other(self.layer(x))
+        held = self.kept[0] if isinstance(self.kept, list) else self.kept
+        return F.linear(self.layer(x), held[0] if isinstance(held, dict) else held.weight)
 
 
 @pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("way", ["layer", "weight", "list", "object", "module"])
 @torch.no_grad()
-def test_a_weight_that_is_also_in_a_list_keeps_its_numbers(fuse, tmp_path):
-    model, x = on_levels(Twice()), torch.randn(3, 512)
-    packed = mq.pack(model, fuse=fuse)
-    agree(packed(x), model, x)
-    mq.save(packed, tmp_path / "twice.safetensors")
-    agree(mq.load(tmp_path / "twice.safetensors", Twice())(x), model, x)
+def test_a_weight_in_two_places_keeps_its_numbers_in_both(way, fuse, tmp_path):
+    model, x = on_levels(Twice(way)), torch.randn(3, 512)
+    packed, path = mq.pack(model, fuse=fuse), tmp_path / "twice.safetensors"
+    mq.save(packed, path)
+    for each in (packed, mq.pack(packed), mq.unpack(packed), mq.load(path, Twice(way))):
+        agree(each(x), model, x)
+    assert mq.summary(packed).quantized == 512**2
 
 
 def test_float64_runs_as_floats():

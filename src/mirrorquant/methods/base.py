@@ -19,7 +19,6 @@ __all__ = ["Method", "nearest_or_nan"]
 State = dict[str, Any]
 _HOOKS = {"project": 3, "pull_back": 4, "settle": 4, "round": 3}  # with the number of their own arguments
 INSIDE = 0.995  # of the hull: where a weight that lies further out starts
-_NEAR = 3.0  # of the hull: where a latent that lies further out starts; tanh has 2.99 at INSIDE, arctan over 100
 _PROBES = (-1.5, -0.75, -0.25, 0.25, 0.75, 1.5)
 
 
@@ -142,14 +141,18 @@ class Method:
         hull = self.hull(state, 1.0)  # whatever β is: a scale that follows needs latents of the weights' size
         unit = weight if hull is None else weight / hull
         if self.follows:
-            latent = self._checked("invert", name, self.invert(self._within(unit, INSIDE), 1.0), weight.shape)
-            latent = self._within(latent, _NEAR)
+            reach, hook = INSIDE * self.levels.radius, "invert"
+            latent = self.invert(unit.clamp(self.levels.centre - reach, self.levels.centre + reach), 1.0)
         else:
-            latent = self._checked("lift", name, self.lift(unit), weight.shape).clone()
+            latent, hook = self.lift(unit), "lift"
+        latent = self._checked(hook, name, latent, weight.shape).clone()
         if latent.shape != weight.shape and self.scale is not None and self.scale.how == "computed":
             raise ValueError(f"{self} has several latents, from which no scale can be computed: set can_follow = False")
         state["latent"] = latent if hull is None else latent * hull
-        state |= {k: self._checked("start", name, v).clone() for k, v in self.start(unit, latent).items()}
+        hull = self.hull(state, beta)
+        unit = weight if hull is None else weight / hull
+        started = self.start(unit, self._unit(state, beta))
+        state |= {k: self._checked("start", name, v).clone() for k, v in started.items()}
         trial = {k: v.clone() for k, v in state.items()}
         self._checked("project", name, self.image(trial, beta), weight.shape)
         self._checked("round", name, self.rounded(trial, beta), weight.shape)
@@ -254,11 +257,6 @@ class Method:
 
     def _projected(self, state: State, beta: Beta) -> Tensor:
         return self.project(self._unit(state, beta), beta, **self._more("project", state))
-
-    def _within(self, unit: Tensor, reach: float) -> Tensor:
-        """Clipped to the hull of the levels, enlarged by a factor."""
-        radius = reach * self.levels.radius
-        return unit.clamp(self.levels.centre - radius, self.levels.centre + radius)
 
     def _more(self, hook: str, state: State) -> dict[str, Tensor]:
         return {name: state[name] for name in self.wanted[hook]}

@@ -38,8 +38,8 @@ class BC(Method):
     """BinaryConnect: sign(w̃) forward, straight-through gradient where w̃ is in the hull.
 
     As in the authors' program, a latent that has left the hull stays where it is; :class:`BCClip` keeps them inside.
-    Levels with a scale are about as large as the weights, so two fifths of the latents would be outside from the start:
-    then the gradient passes everywhere.
+    Levels with a scale are about as large as the weights, so nearly half of the latents would be outside at once: then
+    the gradient passes everywhere.
     """
 
     name = "bc"

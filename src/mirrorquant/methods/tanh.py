@@ -14,6 +14,8 @@ from mirrorquant.mirrors import Beta, Mirror, ShiftedTanh, Tanh
 
 __all__ = ["MD", "GDTanh", "MDTanh", "MDTanhBounded", "MDTanhS"]
 
+_REACH = 3.0  # of tanh's latents: atanh(INSIDE) is 2.99
+
 
 @dataclass(frozen=True, repr=False)
 class MD(Method):
@@ -33,8 +35,13 @@ class MD(Method):
         return self.mirror.project(latent, beta)
 
     def invert(self, weight: Tensor, beta: Beta) -> Tensor:
-        """w̃ = P_β⁻¹(w)."""
-        return self.mirror.inverse(weight, beta)
+        """w̃ = P_β⁻¹(w), at most three times as far from P_β⁻¹(centre) as the tangent there takes to leave the hull.
+
+        The far ends of tanh are just inside that. Those of arctan would be 40 times as far, and set the scale alone.
+        """
+        centre = self.mirror.inverse(weight.new_tensor(self.levels.centre), beta)
+        reach = _REACH * self.levels.radius / self.mirror.derivative(centre, beta)
+        return torch.clamp(self.mirror.inverse(weight, beta), centre - reach, centre + reach)
 
 
 @dataclass(frozen=True, repr=False)

@@ -232,11 +232,12 @@ def state(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and persistent buffers, each once, in the model's order."""
     if not isinstance(model, nn.Module):
         raise PackError(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
-    kept, modules = model.state_dict(keep_vars=True), dict(model.named_modules())
+    kept, modules = model.state_dict(keep_vars=True), dict(model.named_modules(remove_duplicate=False))
     known = {name for each in (model.named_parameters, model.named_buffers) for name, _ in each(remove_duplicate=False)}
-    for name in kept.keys() - known:
-        if not isinstance(modules.get(name.rpartition(".")[0]), PackedTensor):
-            raise PackError(f"{name} is extra state of a module, neither a parameter nor a buffer: it cannot be packed")
+    for name in kept:
+        if name not in known and not isinstance(modules.get(name.rpartition(".")[0]), PackedTensor):
+            problem = "extra state, or the new name of a tensor, and neither a parameter nor a buffer"
+            raise PackError(f"{name} is {problem}: it cannot be packed")
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [(name, tensor) for name, tensor in tensors if name in kept]
 
@@ -247,7 +248,7 @@ def packable(model: nn.Module) -> nn.Module:
         if isinstance(module, (PackedModel, *_PACKED)):
             remedy = "put the plain module in its place, which mq.unpack returns, or save that part apart"
             raise PackError(f"{path or 'the model'} is packed already: {remedy}")
-        if any(map(is_lazy, module.parameters(recurse=False))):
+        if any(map(is_lazy, [*module.parameters(recurse=False), *module.buffers(recurse=False)])):
             raise PackError(f"{path or 'the model'} has no shape yet: run one batch through the model first")
     return model
 
@@ -401,16 +402,7 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
                 rows = 1 if int8 else fewest_rows(module)
                 bits = "bits" if rows == 1 else f"bits from {rows} rows on; float: fewer rows are faster"
                 runs[name].append(bits if not why and key == "weight" else f"float: {reason}")
-    used = {  # also parameters that a module holds in a list
-        names.get(id(leaf))
-        for path, module in plain.named_modules()
-        for key, value in vars(module).items()
-        if path not in layers or key != "_parameters"
-        for leaf in tree_leaves(value)
-    }
-    tensors = {  # bits are unpacked for modules that run on numbers, even if a packed layer shares them
-        name: _numbers(entry) for name, entry in entries.items() if isinstance(entry, Tensor) or name in used
-    }
+    tensors = {name: _numbers(entry) for name, entry in entries.items()}  # of which packed layers take none
     network = filled(plain, tensors, layers).requires_grad_(False)
     joined = {name: "; ".join(dict.fromkeys(found)) for name, found in runs.items()}
     return PackedModel(network, plain, joined, levels, fuse=fuse and not isinstance(network, _PACKED))
@@ -438,7 +430,9 @@ def _why_floats(plain: nn.Module, path: str, weight: Entry | None, *, int8: bool
         return "nn.TransformerEncoderLayer computes with the weights of its layers"
     if not weight.planes.numel():
         return "it is empty"
+    assert isinstance(module, (nn.Conv2d, nn.Linear))
+    if int8 and isinstance(module, nn.Linear):
+        return ""
     if weight.dtype == torch.float64:
         return "float64 has no kernel for bits"
-    assert isinstance(module, (nn.Conv2d, nn.Linear))
-    return "" if int8 and isinstance(module, nn.Linear) else why_floats(module, weight.levels, fused=fused)
+    return why_floats(module, weight.levels, fused=fused)
