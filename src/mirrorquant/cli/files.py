@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import re
@@ -80,9 +81,14 @@ def _from_run(options: argparse.Namespace) -> _Evaluated:
     """The network of a run, its images and loss, and whether its weights are on their levels, as facts and as text."""
     best = _best(options)
     config, off, device = best.config, best.off_levels, build.device(best.config)
-    images = _sized(_images(config.data, config.data_root, options), best.images).to(device)
+    images = _images(config.data, config.data_root, options)
     if len(images.classes) != best.images["classes"]:
         raise ConfigError(f"{best.path} has {best.images['classes']} classes, but {images.name} {len(images.classes)}")
+    images = _as_trained(images, best.images, options).to(device)
+    counts = {len(images.train), len(images.train) + len(images.val)}  # the latter with train_on=all
+    if options.data is None and config.images not in {0, *counts}:
+        told = f"the run began with {config.images} training images, but now there are {min(counts)}"
+        print(f"warning: {told}: if they were split here, some of them may be tested", file=sys.stderr)
     problems = [] if off else health(best.opt).collapses
     count = sum(row["bits"] < 32 for row in layers(best.opt))
     every = f"all {count} quantized tensors are" if count > 1 else "the quantized tensor is"
@@ -110,16 +116,29 @@ def _from_file(options: argparse.Namespace) -> _Evaluated:
         raise ConfigError(f"{path} does not say which data it is for: pass --data, as in --data cifar10")
     size = sum(file.stat().st_size for file in _files_of(path))
     facts = {"file": str(path), "bytes": size}
-    images = _sized(_images(named, Config.data_root, options), model.about)
+    images = _as_trained(_images(named, Config.data_root, options), model.about, options)
     scale = model.about.get("logit_scale", 1.0)
     objective = Objective(logit_scale=float(scale) if isinstance(scale, int | float) else 1.0)
     return model, images, objective, facts, f"{size:,} bytes, run {how}"
 
 
-def _sized(images: data.Data, about: Mapping[str, Any]) -> data.Data:
-    """Streamed images at the size on which a network was trained."""
-    shape = about.get("shape")
-    return images.resized(int(shape[1])) if isinstance(images.train, data.Photos) and shape else images
+def _as_trained(images: data.Data, about: Mapping[str, Any], options: argparse.Namespace) -> data.Data:
+    """Images as a network has learnt to see them: its size if they are streamed, its normalisation, its classes."""
+    try:
+        if isinstance(images.train, data.Photos) and about.get("shape"):
+            images = images.resized(int(about["shape"][1]))
+        mean, std = (tuple(map(float, about.get(key, getattr(images, key)))) for key in ("mean", "std"))
+        problem = data.renamed(about.get("names", images.classes), images.classes)
+        images = dataclasses.replace(images, mean=mean, std=std)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{options.what} cannot be tested on {images}: {first_line(error)}") from error
+    if problem and options.data is None:
+        raise ConfigError(
+            f"{options.what} was trained on other classes: {problem}. Restore their names, or pass --data"
+        )
+    if problem:
+        print(f"warning: {options.what} was trained on other classes: {problem}", file=sys.stderr)
+    return images
 
 
 def _images(named: str, root: str, options: argparse.Namespace) -> data.Data:

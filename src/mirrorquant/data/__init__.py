@@ -9,13 +9,13 @@ import importlib
 import pkgutil
 
 from .augment import Extra
-from .base import Data, DataError, Images, Split
+from .base import Data, DataError, Images, Split, renamed
 from .loader import Loader, clean_batches, loader
 from .registry import DataSet, get, label, load, names, register
 from .streamed import Photos, StreamedLoader, cached, generator
 
 __all__ = ["Data", "DataError", "DataSet", "Extra", "Images", "Loader", "Photos", "Split", "StreamedLoader"]
-__all__ += ["cached", "clean_batches", "generator", "get", "label", "load", "loader", "names", "register"]
+__all__ += ["cached", "clean_batches", "generator", "get", "label", "load", "loader", "names", "register", "renamed"]
 
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -117,6 +118,17 @@ class Data:
         """The names of the classes, in the order of the labels."""
         return self.train.classes
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a network that is trained on these images has to know of them, for JSON."""
+        return {
+            "classes": len(self.classes),
+            "shape": list(self.shape),
+            "names": list(self.classes),
+            "mean": list(self.mean),
+            "std": list(self.std),
+        }
+
     def normalise(self, images: Tensor) -> Tensor:
         """Bytes as float32 of mean 0 and variance 1, by a subtraction and a division that are exact everywhere."""
         mean, std = self._grey  # tensors: a GPU would multiply by the reciprocal of a number, which rounds differently
@@ -147,6 +159,16 @@ class Data:
     def _each(self, change: Callable[[Any], Split]) -> Data:
         changed = {id(split): change(split) for split in (self.train, self.val, self.test)}
         return replace(self, train=changed[id(self.train)], val=changed[id(self.val)], test=changed[id(self.test)])
+
+
+def renamed(before: Sequence[str], now: Sequence[str]) -> str:
+    """The first class that has become another one, in words; empty if there is none.
+
+    >>> renamed(("cat", "dog"), ("dog", "zebra"))
+    'class 0 was cat, but now it is dog'
+    """
+    pairs = enumerate(zip_longest(before, now, fillvalue="none"))
+    return next((f"class {n} was {one}, but now it is {other}" for n, (one, other) in pairs if one != other), "")
 
 
 def check_labels(labels: Tensor, images: int, classes: int) -> None:

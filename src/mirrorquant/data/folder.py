@@ -5,7 +5,7 @@
 
 Without `test` the `val` images serve as both; without `val` a tenth of the training images of each class validate. A
 split that is made here depends on the names of the files alone. Images are PNG or JPEG; the largest central square of
-each is resized.
+each is resized, as it is stored: orientations in EXIF are ignored.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ def load(text: str) -> Data:
 def _splits(path: Path) -> tuple[Files, Files, Files]:
     if not (path / "train").is_dir():
         return _split(_classes(path), held_out=2)
+    for name in ("valid", "validation"):
+        if (path / name).is_dir():
+            raise DataError(f"{path} has train/ and {name}/: rename {name} to val, or move it away.")
     train, val, test = (_classes(path / split) if (path / split).is_dir() else {} for split in ("train", "val", "test"))
     if not val and not test:
         raise DataError(f"{path} has train/ but neither val/ nor test/.")

@@ -285,6 +285,7 @@ class Run:
             "rng": torch.get_rng_state(),
             **({"cuda_rng": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}),
             "metrics": self.metrics.digest.hexdigest(),
+            "classes": list(self.task.data.classes),
             "teacher": getattr(self.task.objective.teacher, "digest", ""),
             "config": self.config.text(),
         }
@@ -325,6 +326,8 @@ class Run:
         if theirs.precision == "auto" and ("cuda_rng" in state) != cuda:  # as in runs of version 0.1
             there, here = ("cpu", "cuda") if cuda else ("cuda", "cpu")
             raise RunError(f"the run began on {there} with precision=auto, which differs on {here}: use device={there}")
+        if problem := data.renamed(state.get("classes", task.data.classes), task.data.classes):
+            raise RunError(f"the run in {self.folder.path} began with other classes: {problem}. Restore their names")
         if state["best_step"] >= 0:
             task.model.load_state_dict(state["best"])  # raises unless it fits
         task.opt.load_state_dict(state["optimizer"])
@@ -378,8 +381,7 @@ class Run:
             val = task.evaluate(task.data.val)._asdict()
         test = task.evaluate(task.data.test)
         self.supply.name_problems()
-        images = {"classes": len(task.data.classes), "shape": list(task.data.shape)}
-        best = {"model": task.model.state_dict(), "config": config.text(), "images": images}
+        best = {"model": task.model.state_dict(), "config": config.text(), "images": task.data.about}
         if self.world.chief:
             checkpoint.save(self.folder.path / BEST[0], best)
         many = len(task.data.classes) >= evaluate.MANY_CLASSES
