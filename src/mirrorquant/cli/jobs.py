@@ -23,7 +23,7 @@ from mirrorquant.cli import runs
 from mirrorquant.errors import MirrorquantError
 from mirrorquant.report import RunRecord
 from mirrorquant.report.tables import duration
-from mirrorquant.train import Config, Interrupted, RunError, RunFolder, process
+from mirrorquant.train import Config, Interrupted, RunError, RunFolder, build, process
 
 __all__ = ["Job", "add_option", "stop_with_parent", "train"]
 
@@ -184,8 +184,14 @@ def stop_with_parent() -> None:
 
 
 def _expected(done: dict[Job, RunRecord], left: Collection[Job], jobs: int) -> str:
-    """How long the rest takes if it takes as long as what is done: on the same data and network where possible."""
-    seconds = {job: float(record.summary.get("seconds") or 0) for job, record in done.items()}
+    """How long the rest takes if it takes as long as what is done: on the same data and network where possible.
+
+    Runs on another kind of machine do not count.
+    """
+    seconds = {}
+    for job, record in done.items():
+        if record.summary.get("versions", {}).get("device") == process.machine(build.device(job.config)):
+            seconds[job] = float(record.summary.get("seconds") or 0)
     if not any(seconds.values()):
         return f"{len(left)} to go"
     total = 0.0

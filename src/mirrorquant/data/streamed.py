@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import glob
 import hashlib
 import itertools
@@ -15,6 +16,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 import time
 import warnings
 import weakref
@@ -39,6 +41,8 @@ CPU = torch.device("cpu")
 MAX_WORKERS, PREFETCH = 16, 2  # batches that each worker makes ahead
 CORRUPT, CORRUPT_SHARE = 50, 0.01  # as many corrupt images are skipped, or this share of all, whichever is more ...
 MOST_CORRUPT = 0.25  # ... but no more than this share
+_NOT_ITS_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}  # errors that say nothing about a file
+_NOT_ITS_FAULT |= {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENODEV}
 
 _running = weakref.WeakSet[Iterator[Any]]()  # the streams of this process that may have workers
 
@@ -174,6 +178,9 @@ class Photos:
         except DataError:
             raise
         except Exception as error:  # decoders fail in many ways
+            if isinstance(error, MemoryError) or getattr(error, "errno", None) in _NOT_ITS_FAULT:
+                remedy = "the file may be in order: see to that, and start again"
+                raise DataError(f"{path} could not be read ({str(error) or 'out of memory'}): {remedy}.") from error
             why = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise Unreadable(f"{path} cannot be read as an image ({why}): replace it or move it away.") from error
 
@@ -567,11 +574,19 @@ def _start_worker(number: int) -> None:
 
 
 def _started(loader: DataLoader[Any]) -> Iterator[Any]:
-    """A stream from its beginning; of workers that are kept, one may have died in the meantime."""
+    """A stream from its beginning; of workers that are kept, one may have died in the meantime.
+
+    Torch would raise an exception in the middle of whatever runs when a worker dies; without its signal handler, the
+    next batch does.
+    """
+    before = signal.getsignal(signal.SIGCHLD)
     try:
         stream = iter(loader)
     except Exception as error:
         raise _failed(error) from error
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, before)
     if loader.num_workers:
         _running.add(stream)
         atexit.unregister(_end_all)  # before torch, which waits five seconds for each worker that it has not ended

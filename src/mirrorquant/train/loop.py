@@ -422,7 +422,7 @@ class Run:
                 "mirrorquant": __version__,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
-                "device": torch.cuda.get_device_name(task.device) if on_cuda else platform.machine(),
+                "device": process.machine(task.device),
             },
             "engine": {
                 "engine": self.engine.name,

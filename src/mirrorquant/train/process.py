@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import signal
 import sys
 import time
@@ -15,10 +16,15 @@ from mirrorquant._text import printable
 from mirrorquant.data import Loader, StreamedLoader
 from mirrorquant.train.config import Config
 
-__all__ = ["Clock", "Pace", "Supply", "say_apart", "settings", "signals"]
+__all__ = ["Clock", "Pace", "Supply", "machine", "say_apart", "settings", "signals"]
 
 SYNC_SECONDS = 5.0  # seconds between two steps at which processes agree on whether to stop
 STARVED, RECORDS_IN_A_ROW = 0.15, 3  # a message comes after this many records of waiting more than that share
+
+
+def machine(device: torch.device) -> str:
+    """What computes there: the name of the GPU, or the kind of processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 @contextmanager
