@@ -128,7 +128,7 @@ def _as_trained(images: data.Data, about: Mapping[str, Any], options: argparse.N
         if isinstance(images.train, data.Photos) and about.get("shape"):
             images = images.resized(int(about["shape"][1]))
         mean, std = (tuple(map(float, about.get(key, getattr(images, key)))) for key in ("mean", "std"))
-        problem = data.renamed(about.get("names", images.classes), images.classes)
+        problem = printable(data.renamed(about.get("names", images.classes), images.classes))
         images = dataclasses.replace(images, mean=mean, std=std)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{options.what} cannot be tested on {images}: {first_line(error)}") from error

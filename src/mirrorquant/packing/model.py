@@ -246,7 +246,7 @@ def packable(model: nn.Module) -> nn.Module:
     """The model, unless a part of it is packed already or has no shape yet."""
     for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, (PackedModel, *_PACKED)):
-            remedy = "put the plain module in its place, which mq.unpack returns, or save that part apart"
+            remedy = "put the plain module in its place, which mq.unpack returns, or save that part by itself"
             raise PackError(f"{path or 'the model'} is packed already: {remedy}")
         if any(map(is_lazy, [*module.parameters(recurse=False), *module.buffers(recurse=False)])):
             raise PackError(f"{path or 'the model'} has no shape yet: run one batch through the model first")
