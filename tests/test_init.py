@@ -100,6 +100,10 @@ def test_a_file_that_does_not_fit_is_told_with_the_first_difference(tmp_path):
         torch.save(content, path)
         with pytest.raises(ConfigError, match=message):
             build.task(settings)
+    for content in (state, {f"module.{name}": tensor for name, tensor in state.items()}):
+        for checkpoint in (content, {"epoch": 3, "state_dict": content}, {"model": content, "optimizer": {}}):
+            torch.save(checkpoint, path)
+            assert torch.equal(build.task(settings).model.fc.weight.sign(), state["fc.weight"].sign())
     path.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         build.task(settings)

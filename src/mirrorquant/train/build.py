@@ -113,10 +113,11 @@ def _saved(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # a crafted file can fail in any way
         expected = "expected a state_dict by torch.save, a safetensors file or a run"
         raise ConfigError(f"init {path} cannot be loaded ({type(error).__name__}), {expected}") from error
-    state = state.get("model", state) if isinstance(state, dict) else state
+    state = state.get("model", state.get("state_dict", state)) if isinstance(state, dict) else state
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise ConfigError(f"init {path} holds no state_dict: write it by torch.save(model.state_dict(), {str(path)!r})")
-    return state
+    wrapped = all(name.startswith("module.") for name in state)  # by DataParallel
+    return {name.removeprefix("module."): tensor for name, tensor in state.items()} if wrapped else state
 
 
 def optimizer(config: Config, model: nn.Module, batches_per_epoch: int) -> MirrorDescent:
