@@ -245,7 +245,7 @@ def test_every_cell_of_the_tables_is_there_and_nothing_else() -> None:
     beyond = [
         f"{data}/resnet18/{name}" for data in COLUMNS_DATA for name in ("binary/best", "binary/best-kl", "ref-best")
     ]
-    beyond += ["cifar10/resnet18/binary/quick", "cifar10/resnet18/ternary/best"]
+    beyond += [f"cifar10/resnet18/{name}" for name in ("binary/quick", "ternary/best", "ternary/best-kl")]
     assert sorted(BEYOND) == sorted(beyond)
     assert others == sorted([*expected, *beyond])
     assert len(set(recipes.names())) == len(recipes.names())

@@ -375,6 +375,9 @@ def _draw_points(ax: Axes, points: Mapping[Kind, Sequence[float]]) -> None:
         ax.text(1.03, place, text, fontsize=9, transform=right, va="center_baseline")
 
 
+_WIDEST = 24  # characters of tick labels that stand beside each other
+
+
 def search(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
     """Validation accuracy over each key of a search: a point per combination, a line through the best of each value.
 
@@ -397,7 +400,9 @@ def search(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
             ax.plot(places, means, "o", color=_SHADES[3], ms=5, mec="white", mew=0.8, zorder=4)
             margin = 0.08 * max(max(means) - low, 1)
             ax.set(xlabel=key, xlim=(-0.4, len(values) - 0.6), ylim=(low - margin, max(means) + margin))
-            ax.set_xticks(range(len(values)), values)
+            labels = [value or "none" for value in values]
+            slanted = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
+            ax.set_xticks(range(len(values)), labels, **(slanted if len("  ".join(labels)) > _WIDEST else {}))
             ax.label_outer()
     return out
 
