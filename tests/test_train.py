@@ -907,7 +907,17 @@ def test_the_rate_beside_the_progress_is_that_of_the_last_seconds(monkeypatch, c
     progress = Progress("title", 2000)
     for done in (100, 600, 1200, 2000):  # the first hundred take a minute: they compile
         progress.update(done, "")
-    assert [line.split()[2] for line in capsys.readouterr().err.splitlines()] == ["1.7", "100.0", "72.7"]
+    lines = [line.split()[2:5:2] for line in capsys.readouterr().err.splitlines()]
+    assert lines == [["1.67", "0:19:00"], ["100", "0:00:08"], ["72.7", "0:00:00"]]
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_slow_start_has_a_rate_and_a_time_left_that_are_not_0(done, monkeypatch, capsys):
+    clock = iter([0.0, 40.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    Progress("title", 10**12).update(done, "")
+    expected = "0/1000000000000  0 it/s" if not done else "1/1000000000000  0.025 it/s"
+    assert capsys.readouterr().err.strip() == f"title  {expected}"
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path):
