@@ -1401,6 +1401,15 @@ def test_no_call_of_a_transformer_unpacks_a_weight_again(unpacked):
     assert not unpacked
 
 
+def test_a_weight_that_only_packed_layers_hold_is_not_unpacked(unpacked):
+    packed = mq.pack(
+        on_levels(nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU(), nn.GRU(1024, 8, bias=False)))
+    )
+    assert unpacked == [(24, 1024), (24, 8)]
+    mq.pack(packed)
+    assert (1024, 1024) not in unpacked
+
+
 @torch.no_grad()
 def test_a_weight_that_others_read_is_unpacked_once(unpacked):
     model, x = on_levels(Mirrored()), torch.randn(3, 8)

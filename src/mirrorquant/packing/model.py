@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -260,8 +261,7 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 def filled(model: nn.Module, tensors: Mapping[str, Tensor], layers: Mapping[str, nn.Module] | None = None) -> nn.Module:
     """A copy of a model with these tensors and layers in the places of its own; tied tensors stay tied."""
-    memo = _computed(model)
-    memo |= {id(model.get_submodule(path)): layer for path, layer in (layers or {}).items()}
+    memo = _memo(model, layers or {})
     for name, tensor in state(model):
         if name in tensors:
             new = tensors[name].detach()
@@ -270,6 +270,24 @@ def filled(model: nn.Module, tensors: Mapping[str, Tensor], layers: Mapping[str,
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_parameter else new
     return copy.deepcopy(model, memo)
+
+
+def held(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
+    """The tensors that a copy of a model with these layers in place still refers to, in a list or object, too."""
+    memo, copies = _memo(model, layers), dict[str, weakref.ref[Tensor]]()
+    for name, tensor in state(model):
+        memo[id(tensor)] = nn.Parameter(tensor.detach().to("meta"), requires_grad=False)
+        copies[name] = weakref.ref(memo[id(tensor)])
+    copied = copy.deepcopy(model, memo)
+    memo.clear()
+    found = {name for name, each in copies.items() if each() is not None}
+    del copied
+    return found
+
+
+def _memo(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[int, Any]:
+    """What deepcopy puts in the places of layers, and of the tensors that it cannot copy."""
+    return _computed(model) | {id(model.get_submodule(path)): layer for path, layer in layers.items()}
 
 
 def restored(plain: nn.Module, entries: Mapping[str, Entry]) -> nn.Module:
@@ -402,7 +420,10 @@ def assemble(plain: nn.Module, entries: dict[str, Entry], *, fuse: bool = True, 
                 rows = 1 if int8 else fewest_rows(module)
                 bits = "bits" if rows == 1 else f"bits from {rows} rows on; float: fewer rows are faster"
                 runs[name].append(bits if not why and key == "weight" else f"float: {reason}")
-    tensors = {name: _numbers(entry) for name, entry in entries.items()}  # of which packed layers take none
+    used = held(plain, layers)
+    tensors = {  # bits are unpacked for whatever computes with numbers, even if a packed layer shares them
+        name: _numbers(entry) for name, entry in entries.items() if isinstance(entry, Tensor) or name in used
+    }
     network = filled(plain, tensors, layers).requires_grad_(False)
     joined = {name: "; ".join(dict.fromkeys(found)) for name, found in runs.items()}
     return PackedModel(network, plain, joined, levels, fuse=fuse and not isinstance(network, _PACKED))

@@ -37,6 +37,7 @@ _SHADES = ["#e3f1f8", "#88ccee", "#4a6fb5", "#332288", "#1a0f4f"]
 _DASHES: list[Any] = ["-", (0, (5, 2)), (0, (1.5, 1.5))]
 _FEW = 25  # points of a line that are marked
 _PANELS, _MOMENTS = 8, 150  # of histograms, at most
+_WIDEST = 24  # characters of tick labels that stand beside each other
 
 
 class PlotError(MirrorquantError, ValueError):
@@ -373,9 +374,6 @@ def _draw_points(ax: Axes, points: Mapping[Kind, Sequence[float]]) -> None:
         ax.plot(mean, place, "o", ms=9, color=colour, mec="white", mew=1.2, zorder=5, clip_on=False)
         right, text = ax.get_yaxis_transform(), spread(values, count=True)
         ax.text(1.03, place, text, fontsize=9, transform=right, va="center_baseline")
-
-
-_WIDEST = 24  # characters of tick labels that stand beside each other
 
 
 def search(rows: Sequence[Mapping[str, Any]], out: Path) -> Path:
