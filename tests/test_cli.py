@@ -513,7 +513,7 @@ def test_every_command_of_the_documentation_runs(tmp_path, monkeypatch, pytestco
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # as the installed command has it
     commands = documented_commands(text)
-    assert len(commands) == 29
+    assert len(commands) == 30
     few = {table: [n for n in recipes.cells(table) if n.endswith("/md-tanh-s")][:3] for table in recipes.TABLES}
     monkeypatch.setattr(recipes, "cells", few.get)
     for command in commands:
@@ -524,6 +524,9 @@ def test_every_command_of_the_documentation_runs(tmp_path, monkeypatch, pytestco
         if program == "torchrun":  # test_distributed.py runs it
             assert arguments[arguments.index("train") + 1] in recipes.names()
             continue
+        arguments = [str(root / word) if word.startswith("networks/") else word for word in arguments]
+        if "--data" in arguments:
+            arguments[arguments.index("--data") + 1] = "synthetic:3x32x32:10"
         if arguments[0] in ("train", "compare", "reproduce", "search"):
             arguments += [*TINY, "batch_size=2", "--quiet"]
             if arguments[0] == "reproduce" or any("cifar10" in text for text in arguments):
