@@ -220,7 +220,7 @@ def _laid_out(graph: fx.Graph, source: fx.Node, place: fx.Node) -> fx.Node:
         return source
     with graph.inserting_before(place):
         if value.is_contiguous():
-            found = graph.call_method("contiguous", (source,))
+            found = graph.call_function(ops.contiguous, (source,))
         else:
             strides = value.stride()
             order = sorted(range(value.dim()), key=lambda d: (-strides[d], d))
