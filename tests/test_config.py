@@ -119,11 +119,11 @@ def test_files_of_a_run_open_with_torch_alone_and_with_the_library(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["lr_schedule=cosine", "lr_end=0.001"], schedules.cosine(0.003, end=0.001, steps=40)),
-        (["lr_schedule=linear"], schedules.linear(0.003, end=0.0, steps=40)),
-        (["lr_schedule=constant"], schedules.constant(0.003)),
-        (["lr_schedule=cosine", "warmup=8"], schedules.warmup(schedules.cosine(0.003, end=0.0, steps=32), 8)),
-        (["lr_interval=10", "warmup=5"], schedules.warmup(schedules.step(0.003, scale=0.1, every=10), 5)),
+        (["lr_schedule=cosine", "lr_end=0.001"], schedules.cosine(0.01, end=0.001, steps=40)),
+        (["lr_schedule=linear"], schedules.linear(0.01, end=0.0, steps=40)),
+        (["lr_schedule=constant"], schedules.constant(0.01)),
+        (["lr_schedule=cosine", "warmup=8"], schedules.warmup(schedules.cosine(0.01, end=0.0, steps=32), 8)),
+        (["lr_interval=10", "warmup=5"], schedules.warmup(schedules.step(0.01, scale=0.1, every=10), 5)),
     ],
 )
 def test_the_learning_rate_follows_its_schedule(tmp_path, overrides, expected):
@@ -225,7 +225,7 @@ def test_an_old_run_of_other_iterations_says_that_its_schedules_were_not_stretch
     record = RunRecord.of(
         {"recipe": DIGITS, "config": {**recipes.get(DIGITS), "iterations": 80}, "overrides": {"iterations": 80}}
     )
-    assert record.changes == {"iterations": 80, "lr_interval": 300, "beta_interval": 5, "beta_scale": 1.2}
+    assert record.changes == {"iterations": 80, "lr_interval": 300, "beta_interval": 5, "beta_scale": 1.3}
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_a_comparison_takes_methods_of_ones_own_and_those_without_a_recipe(capsy
 def test_schedules_of_ones_own_get_the_terms_that_they_take(capsys):
     own = ["lr_schedule=my_ideas:Sawtooth", "lr_interval=2", "beta_schedule=my_ideas:squares", "beta_cap=4"]
     config = Config.from_recipe(DIGITS, [*TINY, *own])
-    assert [config.build_lr()(step) for step in range(3)] == [0.003, 0.006, 0.003]
+    assert [config.build_lr()(step) for step in range(3)] == [0.01, 0.02, 0.01]
     assert config.build_lr().end == 0.0
     assert [config.build_beta(9)(step) for step in (0, 3, 6)] == [1, 2.5, 4]
     assert config.idle_overrides() == {}

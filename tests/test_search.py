@@ -27,6 +27,7 @@ def trained(monkeypatch):
 
     def recorded(self):
         if self.config.lr > 1:
+            self.folder.release()  # as train does when it fails
             raise RunError("the loss is not finite")
         found.append((self.config.lr, self.config.beta_scale))
         return train(self)

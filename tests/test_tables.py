@@ -464,6 +464,16 @@ def test_a_result_is_kept_without_the_place_of_the_data(tmp_path):
     assert RunRecord.read(file).changes == {"lr": 0.5}
 
 
+def test_a_result_with_the_names_of_version_0_1_stays_the_same_run(tmp_path):
+    content = summary(MD, 93.0, overrides={"method": "md-tanh-primal"})  # md-tanh then had another meaning
+    content["config"] = {**content["config"], "method": "md-tanh-primal"}
+    content["config"].pop("version", None)
+    file = RunRecord.of(content).write_result(tmp_path)
+    assert RunRecord.read(file).changes == {"method": "md-tanh"}
+    assert RunRecord.read(file).write_result(tmp_path) == file
+    assert RunRecord.read(file).changes == {"method": "md-tanh"}
+
+
 def test_a_result_from_before_its_recipe_was_changed_is_kept_under_another_name(tmp_path):
     before = summary(MD, 92.0)
     before["config"]["weight_decay"] = 0.25
