@@ -153,7 +153,14 @@ class Counted(mq.Method):
 
 
 CUSTOM = {"clip": (Clip(), 1), "centred": (Centred(), 5), "counted": (Counted(), 5)}
-CUSTOM |= {how: (mq.methods.MDTanhS(mq.levels.auto(per="channel", how=how)), 5) for how in ("fixed", "computed")}
+for how in ("fixed", "computed"):
+    per_channel, per_tensor = (mq.levels.Scale(per, how) for per in ("channel", "tensor"))
+    CUSTOM[f"{how} per channel"] = mq.methods.MDTanhS(scale=per_channel), 5
+    CUSTOM[f"{how} per tensor"] = mq.methods.MDTanhS(scale=per_tensor), 1
+    CUSTOM[f"{how}, ternary"] = mq.methods.MDTanhS(mq.TERNARY, scale=per_tensor), 1
+    CUSTOM[f"{how}, through tanh"] = mq.methods.GDTanh(scale=per_tensor), 1
+CUSTOM["fixed, lifted"] = mq.methods.MDSoftmaxS(mq.TERNARY, scale=mq.levels.Scale("tensor", "fixed")), 1
+CUSTOM["fixed, proximal"] = mq.methods.PQ(scale=mq.levels.Scale("tensor", "fixed")), 1
 
 
 @pytest.mark.parametrize("name", CUSTOM)
@@ -165,6 +172,7 @@ def test_any_method_trains_alike_and_elementwise_ones_in_one_tensor(name):
 
     assert len(GraphEngine(make(), print).parts) == parts
     assert_alike(make, steps=(0, 1, 7))
+    assert_alike(make, "graph", "graph", steps=(0, 7))
 
 
 def test_learnt_scales_train_alike():

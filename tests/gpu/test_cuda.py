@@ -110,6 +110,8 @@ class OnCuda(unittest.TestCase):
             "method=md-softmax-s",
             "method=gd-tanh",
             "optimizer=adamw weight_decay=0.1",
+            "levels=ternary scale=tensor",
+            "scale=tensor-fixed",
             MIXED,
             PQ,
             PARTS,

@@ -7,7 +7,8 @@ CPU but a few numbers:
   its augmentation. A counter on the device knows the batch. Streamed images are copied to the device while it computes.
 - All latents of a group are one flat tensor, and so are the optimizer's moments. The hooks of the method and the step
   of a torch optimizer of the same class over the flat tensors are compiled together, into one kernel for elementwise
-  methods. A method that is not elementwise, or has a scale or more state, gets its tensors one by one.
+  methods, and one more per tensor where a scale follows its latent. A method that is not elementwise, has learnt scales
+  or scales per channel, or has more state gets its tensors one by one.
 - The network computes with copies of the weights in its own precision (bfloat16 under autocast), which that kernel
   writes. The latent is the float32 master: the model's own weights are written by ``sync``.
 - β and the learning rate are tensors on the device, filled before each step.
@@ -179,6 +180,8 @@ class GraphEngine(PlainEngine):
                 inspect.unwrap(type(self.base).step)(self.base)  # without the hooks around it, which break the graph
             from_logs(groups)
             settle(groups)
+            for part in self.moving:
+                part.refit()
             project([part.quantized(self.knobs, _NEXT) for part in self.moving], rounded=False)
 
     def captured(self, work: Callable[[], None], what: str) -> torch.cuda.CUDAGraph:
@@ -404,8 +407,12 @@ class Part:
     """Parameters of one group that compute in one precision, in flat tensors; or one parameter in its own shape.
 
     ``state["latent"]`` is the master that the base optimizer moves; the network computes with ``image`` and gives
-    ``image.grad``; ``weights`` are views of the image, one per parameter.
+    ``image.grad``; ``weights`` are views of the image, one per parameter. Flat tensors have rows of ``ALIGNMENT``
+    numbers, each of one parameter; ``scales`` are those of the parameters, and ``rows`` says which of them a row has.
     """
+
+    scales: Tensor | None = None
+    rows: Tensor
 
     def __init__(
         self, opt: MirrorDescent, index: int, params: dict[str, Tensor], dtype: torch.dtype, *, flat: bool
@@ -420,7 +427,8 @@ class Part:
             self.starts.append(end)
             end += -(-p.numel() // ALIGNMENT) * ALIGNMENT
         like = self.layout[0]
-        self.image = like.new_zeros(end, dtype=dtype) if flat else torch.zeros_like(like, dtype=dtype)
+        rows = end // ALIGNMENT, ALIGNMENT
+        self.image = like.new_zeros(rows, dtype=dtype) if flat else torch.zeros_like(like, dtype=dtype)
         self.weights = {}
         for name, view, p in zip(params, self.views(self.image), self.layout, strict=True):
             self.weights[name] = view.copy_(p).detach().requires_grad_(not self.frozen)
@@ -428,25 +436,48 @@ class Part:
         self.state: dict[str, Any] = opt.state.get(next(iter(params.values())), {})
         if flat and not self.frozen:
             lifted = moved[0].shape[: moved[0].dim() - like.dim()]
-            self.state = {"latent": like.new_zeros(*lifted, end, dtype=moved[0].dtype)}
+            self.state = {"latent": like.new_zeros(*lifted, *rows, dtype=moved[0].dtype)}
             for tensor, view in zip(moved, self.views(self.state["latent"]), strict=True):
                 tensor.data = view.copy_(tensor.detach())
+            if method.scale is not None:
+                self._hold_scales([opt.state[p]["scale"] for p in params.values()])
         self.master = None
         if not self.frozen:
             self.master = Master(self.state["latent"], moved, self.views)
             with torch.no_grad():  # in the flat tensor, as later on: the last bit may depend on the place
-                self.image.copy_(self.method.image(self.state, opt.param_groups[index]["beta"]))
+                self.image.copy_(self.method.image(self.seen(), opt.param_groups[index]["beta"]))
+
+    def _hold_scales(self, scales: list[Tensor]) -> None:
+        """Makes the scales of the parameters views of one tensor."""
+        self.scales = torch.cat([scale.detach().reshape(1) for scale in scales])
+        for scale, own in zip(scales, self.scales, strict=True):
+            scale.data = own.view(scale.shape)
+        ends = torch.tensor([*self.starts[1:], self.image.numel()])
+        counts = (ends - torch.tensor(self.starts)) // ALIGNMENT
+        self.rows = torch.arange(len(scales)).repeat_interleave(counts).to(self.image.device)
+
+    def seen(self) -> dict[str, Any]:
+        """The state, in which a flat part has a scale per row."""
+        return self.state if self.scales is None else {**self.state, "scale": self.scales[self.rows].unsqueeze(1)}
+
+    def refit(self) -> None:
+        """Computes the scales of a flat part again if they follow the latents."""
+        if self.scales is None or not (self.method.scale and self.method.scale.how == "computed"):
+            return
+        for scale, latent in zip(self.scales, self.views(self.state["latent"]), strict=True):
+            scale.copy_(self.method.scale.of(latent, self.method.levels).reshape(()))
 
     def quantized(self, knobs: Tensor, beta: int = _BETA) -> Quantized:
         """The part as one tensor of the optimizer, with the current β or the next."""
         row = knobs[self.index]
-        return Quantized("", self.image, self.state, self.method, row[beta], row[_LR])
+        return Quantized("", self.image, self.seen(), self.method, row[beta], row[_LR])
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors of which a flat one (or each row of it) is made up, in shape and memory format."""
+        """The tensors of which a flat one (or each of several) is made up, in shape and memory format."""
         if not self.flat:
             return [flat]
-        parts = [flat[..., a : a + p.numel()] for a, p in zip(self.starts, self.layout, strict=True)]
+        numbers = flat.flatten(-2)
+        parts = [numbers[..., a : a + p.numel()] for a, p in zip(self.starts, self.layout, strict=True)]
         return [_shape(part, p) for part, p in zip(parts, self.layout, strict=True)]
 
     def sum_in_float32(self) -> None:
@@ -480,10 +511,12 @@ def _parts(opt: MirrorDescent, index: int, names: dict[Tensor, str], dtype: torc
 
 
 def _elementwise(method: Method) -> bool:
-    """Whether all hooks give the same for a flat tensor as for the tensors that it is made of: tried on some."""
+    """Whether all hooks, which ignore the scale, give the same for a flat tensor as for its parts: tried on some."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=generator) for shape in ((3, 4), (2, 1, 5), (7, 1))]
-    if method.scale is not None or method.start(tensors[0], method.lift(tensors[0])):
+    if method.scale is not None and (method.learns_scale or method.scale.per != "tensor"):
+        return False
+    if method.start(tensors[0], method.lift(tensors[0])):
         return False
 
     def results(weight: Tensor, grad: Tensor) -> list[Tensor]:
