@@ -152,6 +152,20 @@ class Counted(mq.Method):
         return latent.clamp(-2, 2)
 
 
+class Rows(mq.Method):
+    """Not elementwise, and for matrices alone."""
+
+    def project(self, latent, beta):
+        return torch.tanh(beta * (latent - latent.mean(1, keepdim=True)))
+
+
+class Twice(mq.methods.MDTanhS):
+    """Its scales are twice as large."""
+
+    def refit(self, state):
+        state["scale"].copy_(2 * self.scale.of(state["latent"], self.levels))
+
+
 CUSTOM = {"clip": (Clip(), 1), "centred": (Centred(), 5), "counted": (Counted(), 5)}
 for how in ("fixed", "computed"):
     per_channel, per_tensor = (mq.levels.Scale(per, how) for per in ("channel", "tensor"))
@@ -159,20 +173,32 @@ for how in ("fixed", "computed"):
     CUSTOM[f"{how} per tensor"] = mq.methods.MDTanhS(scale=per_tensor), 1
     CUSTOM[f"{how}, ternary"] = mq.methods.MDTanhS(mq.TERNARY, scale=per_tensor), 1
     CUSTOM[f"{how}, through tanh"] = mq.methods.GDTanh(scale=per_tensor), 1
+CUSTOM["with a rule of its own"] = Twice(scale=mq.levels.Scale("tensor", "computed")), 1
 CUSTOM["fixed, lifted"] = mq.methods.MDSoftmaxS(mq.TERNARY, scale=mq.levels.Scale("tensor", "fixed")), 1
 CUSTOM["fixed, proximal"] = mq.methods.PQ(scale=mq.levels.Scale("tensor", "fixed")), 1
 
 
+def made(method):
+    """A task with one of the methods by its name."""
+    if method in CUSTOM:
+        return with_optimizer(build.task(config()), CUSTOM[method][0])
+    return build.task(config(method=method))
+
+
 @pytest.mark.parametrize("name", CUSTOM)
 def test_any_method_trains_alike_and_elementwise_ones_in_one_tensor(name):
-    method, parts = CUSTOM[name]
+    assert len(GraphEngine(made(name), print).parts) == CUSTOM[name][1]
+    assert_alike(lambda: made(name), steps=(0, 1, 7))
 
+
+def test_a_scaled_method_for_matrices_alone_trains_alike():
     def make():
-        return with_optimizer(build.task(config()), method)
+        task, method = build.task(config()), Rows(scale=mq.levels.Scale("tensor", "fixed"))
+        base = torch.optim.Adam(mq.split(task.model))
+        object.__setattr__(task, "opt", mq.MirrorDescent(base, method, anneal=mq.schedules.geometric(1.1)))
+        return task
 
-    assert len(GraphEngine(make(), print).parts) == parts
     assert_alike(make, steps=(0, 1, 7))
-    assert_alike(make, "graph", "graph", steps=(0, 7))
 
 
 def test_learnt_scales_train_alike():
@@ -198,10 +224,10 @@ def test_amsgrad_and_fused_optimizers_train_alike():
     assert_alike(lambda: with_optimizer(build.task(config()), "md-tanh-s", fused=True), steps=(0, 7))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "computed, ternary", "fixed, lifted"])
 def test_the_score_is_that_of_the_rounded_network(method):
     """The graph engine validates with its own rounding of the latents, which must be the optimizer's."""
-    engine = GraphEngine(build.task(config(method=method)), print)
+    engine = GraphEngine(made(method), print)
     for k in range(25):
         engine.step(k)
     before = {name: w.clone() for name, w in engine.weights.items()}
@@ -228,13 +254,16 @@ def test_a_state_of_one_engine_continues_with_the_other(first, then):
     assert_alike(lambda: build.task(config()), first=first, then=then, steps=(1, 20))
 
 
-@pytest.mark.parametrize("method", ["md-tanh-s", "md-softmax-s", "pmf", "md-tanh"])
+SAMPLE = ["md-tanh-s", "md-softmax-s", "pmf", "md-tanh", "computed, ternary", "computed per channel", "fixed, lifted"]
+
+
+@pytest.mark.parametrize("method", SAMPLE)
 def test_a_graph_run_goes_on_bit_exactly_on_the_cpu(method):
-    whole, start = GraphEngine(build.task(config(method=method)), print), 0
+    whole, start = GraphEngine(made(method), print), 0
     for stop in (1, 4, 11, 25):
         for k in range(start, stop):
             whole.step(k)
-        rest, start = taken_over(build.task(config(method=method)), "graph", whole), stop + 1
+        rest, start = taken_over(made(method), "graph", whole), stop + 1
         for each in (rest, whole):
             each.step(stop)
         for name, weight in whole.weights.items():
@@ -266,6 +295,27 @@ def test_latents_lie_flat_in_the_layout_of_their_weights():
         assert weight.data_ptr() % 16 == 0
         if weight.dim() == 4:
             assert weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
+def test_optimizers_that_move_whole_tensors_are_left_to_the_plain_engine(kind):
+    task, messages = build.task(config()), []
+    groups = list(task.model.parameters()) if kind is torch.optim.LBFGS else mq.split(task.model)
+    object.__setattr__(task, "opt", mq.MirrorDescent(kind(groups)))
+    assert _GraphOrPlain(task, messages.append, strict=False).name == "plain"
+    assert f"{kind.__name__} does not move each number of a tensor on its own" in messages[0]
+
+
+def test_weights_that_are_frozen_are_left_to_the_plain_engine():
+    task = build.task(config())
+    task.model.conv1.weight.requires_grad_(False)
+    opt = mq.MirrorDescent(torch.optim.Adam(task.model.parameters()))
+    object.__setattr__(task, "opt", opt)
+    with pytest.raises(Unsupported, match="parameters without a latent"):
+        GraphEngine(task, print)
+    before = task.model.conv1.weight.clone()
+    PlainEngine(task).step(0)
+    assert torch.equal(task.model.conv1.weight, before)
 
 
 def test_a_model_that_the_graph_engine_cannot_train_is_an_error_if_it_was_asked_for():

@@ -163,13 +163,15 @@ def test_a_packed_convolution_is_the_convolution(data):
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("format_", [torch.contiguous_format, torch.channels_last])
 def test_large_images_come_out_in_the_layout_they_have_in_torch(format_, fuse):
-    layer = on_levels(nn.Conv2d(64, 1024, 1).eval())
+    layer = on_levels(nn.Conv2d(64, 1024, 3, padding=1).eval())
     x = torch.randn(2, 64, 8, 9).contiguous(memory_format=format_)
     assert ops.LARGE_IMAGE < 1024 * 8 * 9
+    packed = mq.pack(nn.Sequential(layer), fuse=fuse)
+    assert packed.fused is fuse
     with torch.no_grad():
-        expected, y = layer(x), mq.pack(nn.Sequential(layer), fuse=fuse)(x)
+        expected, y = layer(x), packed(x)
     assert y.stride() == expected.stride()
-    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)
 
 
 @settings(max_examples=200, deadline=None)

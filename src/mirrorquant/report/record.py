@@ -147,7 +147,8 @@ class RunRecord:
         A file of that name from before the recipe was changed is kept: its name now says what differs.
         """
         places = ("data_root", "cache")
-        given = self.summary.get("overrides") or {}  # in the names of the version that made the run, as its config
+        given = self.summary.get("overrides")  # in the names of the version that made the run, as the config
+        given = given if isinstance(given, dict) else self.config["overrides"]
         overrides = {k: v for k, v in given.items() if k not in places}
         config = {k: v for k, v in self.summary["config"].items() if k not in (*places, "overrides")}
         name = recipes.run_name(self.config["recipe"], self.config["seed"])

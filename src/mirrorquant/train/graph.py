@@ -61,6 +61,8 @@ class GraphEngine(PlainEngine):
         self.say, self.device = say, task.device
         self.feed = _Streamed(task) if isinstance(task.loader, StreamedLoader) else _Resident(task)
         task.model.train()
+        if not _moves_each_number(task.opt.base):
+            raise Unsupported(f"{type(task.opt.base).__name__} does not move each number of a tensor on its own")
         self.knobs = torch.zeros(len(task.opt.param_groups), 4, device=self.device)
         names: dict[Tensor, str] = {p: name for name, p in task.model.named_parameters()}
         groups = range(len(task.opt.param_groups))
@@ -439,13 +441,13 @@ class Part:
             self.state = {"latent": like.new_zeros(*lifted, *rows, dtype=moved[0].dtype)}
             for tensor, view in zip(moved, self.views(self.state["latent"]), strict=True):
                 tensor.data = view.copy_(tensor.detach())
-            if method.scale is not None:
+            if method.scale is not None and not isinstance(method, REF):
                 self._hold_scales([opt.state[p]["scale"] for p in params.values()])
         self.master = None
         if not self.frozen:
             self.master = Master(self.state["latent"], moved, self.views)
-            with torch.no_grad():  # in the flat tensor, as later on: the last bit may depend on the place
-                self.image.copy_(self.method.image(self.seen(), opt.param_groups[index]["beta"]))
+            with torch.no_grad():  # in the flat tensor and of a float32 β, as later on: the last bit may depend on them
+                self.image.copy_(self.method.image(self.seen(), like.new_tensor(opt.param_groups[index]["beta"])))
 
     def _hold_scales(self, scales: list[Tensor]) -> None:
         """Makes the scales of the parameters views of one tensor."""
@@ -462,10 +464,10 @@ class Part:
 
     def refit(self) -> None:
         """Computes the scales of a flat part again if they follow the latents."""
-        if self.scales is None or not (self.method.scale and self.method.scale.how == "computed"):
+        if self.scales is None:
             return
         for scale, latent in zip(self.scales, self.views(self.state["latent"]), strict=True):
-            scale.copy_(self.method.scale.of(latent, self.method.levels).reshape(()))
+            self.method.refit({"latent": latent, "scale": scale.view([1] * latent.dim())})
 
     def quantized(self, knobs: Tensor, beta: int = _BETA) -> Quantized:
         """The part as one tensor of the optimizer, with the current β or the next."""
@@ -502,6 +504,8 @@ def _parts(opt: MirrorDescent, index: int, names: dict[Tensor, str], dtype: torc
     params = {names[p]: p for p in group["params"] if p in names}  # all but learnt scales
     if any(p.dtype != torch.float32 or p.dim() == 0 or p.numel() == 0 for p in params.values()):
         raise Unsupported("there are parameters that are not float32, or without a dimension, or empty")
+    if not (opt.finalized or isinstance(method, REF) or all("latent" in opt.state.get(p, {}) for p in params.values())):
+        raise Unsupported("there are parameters without a latent")
     flat = isinstance(method, REF) or _elementwise(method)
     found: dict[tuple[torch.dtype, str], dict[str, Tensor]] = {}
     for name, p in params.items():
@@ -511,11 +515,19 @@ def _parts(opt: MirrorDescent, index: int, names: dict[Tensor, str], dtype: torc
 
 
 def _elementwise(method: Method) -> bool:
-    """Whether all hooks, which ignore the scale, give the same for a flat tensor as for its parts: tried on some."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(shape, generator=generator) for shape in ((3, 4), (2, 1, 5), (7, 1))]
+    """Whether the tensors of a method can be one flat tensor; its hooks ignore a scale."""
     if method.scale is not None and (method.learns_scale or method.scale.per != "tensor"):
         return False
+    try:
+        return _tried(method)
+    except Exception:  # it is for matrices alone
+        return False
+
+
+def _tried(method: Method) -> bool:
+    """Whether the hooks give the same for some tensors and for all of their numbers in one."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((3, 4), (2, 1, 5), (7, 1))]
     if method.start(tensors[0], method.lift(tensors[0])):
         return False
 
@@ -529,6 +541,29 @@ def _elementwise(method: Method) -> bool:
     flat = torch.cat([t.flatten() for t in tensors])
     together = results(flat, flat.cos())
     return all(torch.allclose(torch.cat(a, -1), b, 1e-4, 1e-5) for a, b in zip(apart, together, strict=True))
+
+
+def _moves_each_number(base: Optimizer) -> bool:
+    """Whether an optimizer moves a flat tensor as it moves the tensors that this is made of: tried on some."""
+    off, known = ("foreach", "fused", "capturable"), inspect.signature(type(base)).parameters
+    options = {k: v for k, v in base.defaults.items() if k in known and k not in off}
+    options |= {k: False for k in off if k in known} | ({"lr": float(options["lr"])} if "lr" in options else {})
+
+    def moved(*tensors: Tensor) -> Tensor:
+        kind: Any = type(base)
+        optimizer = kind(tensors, **options)
+        for _ in range(3):
+            for tensor in tensors:
+                tensor.grad = tensor.cos()
+            optimizer.step()
+        return torch.cat([tensor.flatten() for tensor in tensors])
+
+    numbers = torch.linspace(-3, 3, 3 * ALIGNMENT)
+    matrix, vector = numbers[:-ALIGNMENT].view(ALIGNMENT, 2).clone(), numbers[-ALIGNMENT:].clone()
+    try:
+        return torch.allclose(moved(matrix, vector), moved(numbers.view(-1, ALIGNMENT).clone()), 1e-4, 1e-6)
+    except Exception:  # it is for matrices alone, or wants a closure
+        return False
 
 
 def _flat_optimizer(opt: MirrorDescent, masters: list[tuple[int, Master]], knobs: Tensor) -> Optimizer:

@@ -19,6 +19,7 @@ __all__ = ["call", "contiguous", "conv2d", "copied", "linear", "run"]
 
 _HALF = (torch.float16, torch.bfloat16)
 LARGE_IMAGE = 1 << 15  # numbers, from which on the blocks of a transposition are worth a call per image
+_MANY_CHANNELS, _CHANNELS_OF_ONE_THREAD = 512, 64
 _LIBRARY = torch.library.Library("mirrorquant", "FRAGMENT")  # type: ignore[no-untyped-call]
 _WEIGHT = "Tensor x, Tensor prepared, int[] shape, float[] levels, str activation"
 _WINDOW = "int[] stride, int[] padding, int[] dilation, int groups"
@@ -91,11 +92,13 @@ def run(x: Tensor, prepared: Tensor, geometry: Geometry, epilogue: Epilogue, lay
 
 
 def copied(y: Tensor, out: Tensor) -> Tensor:
-    """``out.copy_(y)``; large images go from channels_last to the plain layout one by one.
+    """``out.copy_(y)``; large images of many channels go from channels_last to the plain layout one by one.
 
-    Torch copies the transpose of a matrix block by block, up to ten times as fast as a batch of images in two layouts.
+    Torch copies the transpose of a matrix block by block, in one thread: up to ten times as fast as a batch of images
+    in two layouts, where the numbers of many channels fall on the same places of the cache.
     """
-    from_last = y.is_cpu and y.dim() == 4 and y.is_contiguous(memory_format=torch.channels_last)
+    many = y.dim() == 4 and y.shape[1] >= (_CHANNELS_OF_ONE_THREAD if torch.get_num_threads() == 1 else _MANY_CHANNELS)
+    from_last = many and y.is_cpu and y.is_contiguous(memory_format=torch.channels_last)
     if not (from_last and out.is_contiguous()) or y.shape[1:].numel() < LARGE_IMAGE:
         return out.copy_(y)
     for image, pixels in zip(out.flatten(2).unbind(), y.flatten(2).unbind(), strict=True):
