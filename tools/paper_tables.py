@@ -89,8 +89,8 @@ TINYIMAGENET = "The test set is the official validation set, which also selects 
 RUNNING = ("seeds", "iterations/s", "minutes")
 BEST = """\
 Test accuracy in percent with our own recipes, which quantize every weight and bias, beside the paper's float network
-and its best fully quantized one. `best-kl` is distilled from a float network of `ref-best`. The float networks are trained
-for as many iterations, without a teacher, and without the cutmix that `best-kl` uses on CIFAR-100:"""
+and its best fully quantized one. `best-kl` is distilled from a float network of `ref-best`. The float networks are
+trained for as many iterations, without a teacher, and without the cutmix that `best-kl` uses on CIFAR-100:"""
 BEST_HEADER = (
     "run",
     "recipe",
