@@ -18,6 +18,7 @@ CPU but a few numbers:
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -424,12 +425,9 @@ class Part:
         self.method: Method = method  # REF projects a float weight from its float32 master, like any other method
         self.frozen = opt.finalized and not isinstance(method, REF)
         moved = [opt.state.get(p, {}).get("latent", p) for p in params.values()]
-        self.starts, end = [], 0
-        for p in self.layout:
-            self.starts.append(end)
-            end += -(-p.numel() // ALIGNMENT) * ALIGNMENT
-        like = self.layout[0]
-        rows = end // ALIGNMENT, ALIGNMENT
+        like, counts = self.layout[0], [-(-p.numel() // ALIGNMENT) for p in self.layout]
+        self.starts = [ALIGNMENT * row for row in itertools.accumulate(counts, initial=0)][:-1]
+        rows = sum(counts), ALIGNMENT
         self.image = like.new_zeros(rows, dtype=dtype) if flat else torch.zeros_like(like, dtype=dtype)
         self.weights = {}
         for name, view, p in zip(params, self.views(self.image), self.layout, strict=True):
@@ -442,21 +440,19 @@ class Part:
             for tensor, view in zip(moved, self.views(self.state["latent"]), strict=True):
                 tensor.data = view.copy_(tensor.detach())
             if method.scale is not None and not isinstance(method, REF):
-                self._hold_scales([opt.state[p]["scale"] for p in params.values()])
+                self._hold_scales([opt.state[p]["scale"] for p in params.values()], counts)
         self.master = None
         if not self.frozen:
             self.master = Master(self.state["latent"], moved, self.views)
             with torch.no_grad():  # in the flat tensor and of a float32 β, as later on: the last bit may depend on them
                 self.image.copy_(self.method.image(self.seen(), like.new_tensor(opt.param_groups[index]["beta"])))
 
-    def _hold_scales(self, scales: list[Tensor]) -> None:
-        """Makes the scales of the parameters views of one tensor."""
+    def _hold_scales(self, scales: list[Tensor], counts: list[int]) -> None:
+        """Makes the scales of the parameters, with so many rows each, views of one tensor."""
         self.scales = torch.cat([scale.detach().reshape(1) for scale in scales])
         for scale, own in zip(scales, self.scales, strict=True):
             scale.data = own.view(scale.shape)
-        ends = torch.tensor([*self.starts[1:], self.image.numel()])
-        counts = (ends - torch.tensor(self.starts)) // ALIGNMENT
-        self.rows = torch.arange(len(scales)).repeat_interleave(counts).to(self.image.device)
+        self.rows = torch.arange(len(scales)).repeat_interleave(torch.tensor(counts)).to(self.image.device)
 
     def seen(self) -> dict[str, Any]:
         """The state, in which a flat part has a scale per row."""

@@ -18,8 +18,7 @@ from mirrorquant.packing.kernels.prepared import full_shape, is_native, level_by
 __all__ = ["call", "contiguous", "conv2d", "copied", "linear", "run"]
 
 _HALF = (torch.float16, torch.bfloat16)
-LARGE_IMAGE = 1 << 15  # numbers, from which on the blocks of a transposition are worth a call per image
-_MANY_CHANNELS, _CHANNELS_OF_ONE_THREAD = 512, 64
+LARGE_IMAGE, _MANY_CHANNELS = 1 << 15, 512  # from these numbers on, images are copied one by one
 _LIBRARY = torch.library.Library("mirrorquant", "FRAGMENT")  # type: ignore[no-untyped-call]
 _WEIGHT = "Tensor x, Tensor prepared, int[] shape, float[] levels, str activation"
 _WINDOW = "int[] stride, int[] padding, int[] dilation, int groups"
@@ -97,9 +96,9 @@ def copied(y: Tensor, out: Tensor) -> Tensor:
     Torch copies the transpose of a matrix block by block, in one thread: up to ten times as fast as a batch of images
     in two layouts, where the numbers of many channels fall on the same places of the cache.
     """
-    many = y.dim() == 4 and y.shape[1] >= (_CHANNELS_OF_ONE_THREAD if torch.get_num_threads() == 1 else _MANY_CHANNELS)
-    from_last = many and y.is_cpu and y.is_contiguous(memory_format=torch.channels_last)
-    if not (from_last and out.is_contiguous()) or y.shape[1:].numel() < LARGE_IMAGE:
+    large = y.dim() == 4 and y.shape[1] >= _MANY_CHANNELS and y.shape[1:].numel() >= LARGE_IMAGE
+    transposed = large and y.is_contiguous(memory_format=torch.channels_last) and out.is_contiguous()
+    if not (transposed and y.is_cpu):
         return out.copy_(y)
     for image, pixels in zip(out.flatten(2).unbind(), y.flatten(2).unbind(), strict=True):
         image.copy_(pixels)
